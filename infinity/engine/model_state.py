@@ -38,7 +38,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.units import residents
 from infinity.units.released import version_of
 
 _DEPTH = 12
@@ -190,7 +189,7 @@ def _contents_of(value: Any) -> Any:
         return {name: part for name, part in value.__dict__.items() if name not in _ENGINES}
     if isinstance(value, torch.Tensor):
         if isinstance(value, nn.Parameter):
-            return [_edits_of(value), *value.__dict__, *value.__dict__.values()]
+            return [version_of(value), *value.__dict__, *value.__dict__.values()]
         return None if value.is_inference() else value._version
     if isinstance(value, dict):
         return dict(dict.items(value))  # subclasses may compute values
@@ -227,12 +226,6 @@ def _contents_of(value: Any) -> Any:
     if isinstance(getattr(value, "__dict__", None), dict):
         return {**value.__dict__, **slots}
     return slots or _pickled(value)
-
-
-def _edits_of(parameter: nn.Parameter) -> int:
-    """Return the number of edits in place by other code than the engine."""
-    owner = residents.owner_of(parameter)
-    return version_of(parameter) - (0 if owner is None else owner.unit.overwrites[owner.slot])
 
 
 class _Unreadable:

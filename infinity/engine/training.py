@@ -344,6 +344,7 @@ class TrainingEngine(CheckpointingEngine):
         self.updates.updater.hypers = self._step_hypers()
         self._send_all()
         if self._make_due():
+            self.updates.updater.count_edits()
             self._end_step()
             self.global_steps += 1
             parts.store.tracer.end_step()

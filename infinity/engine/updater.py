@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
+import torch
+
 from infinity.comm.communicator import Communicator
 from infinity.engine.step import Step
 from infinity.grads.store import GradStore
@@ -52,9 +54,19 @@ class Updater:
             unit.layout.first + unit.layout.shard_range(rank)[0],
             gradient,
             require_finite=gradient is not None and self._check_nan,
-            slots=frozenset(unit.collected) if self._ranks.is_single else None,
             gate=unit.snapshot_read,
         )
+
+    def count_edits(self) -> None:
+        """Count the step, which updates `Step.updated`, as an edit of their parameters: increments their versions.
+
+        Here and not at each update, as a torch optimizer does: parameters may share a version, as slices of one tensor
+        do, and a backward still needs others than those that it updates. PyTorch's own check then finds graphs of
+        before the step. On several ranks a parameter's gradient may have come from another one.
+        """
+        for unit in map(self._store.units.__getitem__, self._step.updated):
+            slots = unit.collected if self._ranks.is_single else range(len(unit.parameters))
+            torch.autograd.graph.increment_version([unit.parameters[slot] for slot in slots])
 
     def can_update_now(self, unit: Unit) -> bool:
         if self._step.loss_check is not None:

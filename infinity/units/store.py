@@ -12,7 +12,7 @@ counters would miss edits by `.data`, `.detach().numpy()` and custom kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -280,7 +280,7 @@ class UnitStore:
         unit.move(Residency.UPDATING)
         unit.due_update = None
         unit.updated_early = early
-        self.rewritten(unit, job.slots)
+        _overwritten(unit)
         job.after = job.gate
         if unit.job is not None:
             # A gate that is done may have failed, and its error has to be raised.
@@ -428,18 +428,10 @@ class UnitStore:
             if self._pipeline is not None:
                 self._pipeline.drop_ahead()
 
-    def rewritten(self, unit: Unit, slots: Collection[int] | None = None) -> None:
-        """Invalidate saved references and the fingerprint, because parameters have been or will be overwritten.
-
-        slots: the overwritten parameters; None: all. Increments their versions too, so that PyTorch's own check of
-        saved tensors detects the change.
-        """
-        unit.generation += 1
-        unit.fingerprint = None
-        slots = range(len(unit.parameters)) if slots is None else slots
-        for slot in slots:
-            unit.overwrites[slot] += 1
-        torch.autograd.graph.increment_version([unit.parameters[slot] for slot in slots])
+    def rewritten(self, unit: Unit) -> None:
+        """Invalidate saved references and the fingerprint: a load or a write to the tiers overwrote the parameters."""
+        _overwritten(unit)
+        torch.autograd.graph.increment_version(unit.parameters)
 
     def end_step(self) -> None:
         """End the step: parameters that were updated early may be read again."""
@@ -584,3 +576,8 @@ class UnitStore:
         with self.recorder.wait("gather", "parameters"):
             self._states.sync_masters_from_edit(unit.layout, shard)
             self._states.write_back(unit.layout, shard).wait()
+
+
+def _overwritten(unit: Unit) -> None:
+    unit.generation += 1
+    unit.fingerprint = None

@@ -85,8 +85,6 @@ class Unit:
         self._without_references = sys.getrefcount(self.token)
         self.generation = 0
         """Count of overwrites of the parameters, such as updates. Earlier references are invalid."""
-        self.overwrites = [0] * len(parameters)
-        """Count of overwrites of each parameter by the engine, by slot."""
         self.steps = [0] * len(parameters)
         """Number of updates of each parameter, by slot. Bias correction uses it, not the model's step count."""
         self.job: UpdateJob | None = None

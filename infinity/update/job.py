@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -66,8 +66,6 @@ class UpdateJob:
     require_finite: bool = False
     allowed: Callable[[], bool] | None = None
     """Returns whether the update may happen, and waits until that is known; None: it may."""
-    slots: Collection[int] | None = None
-    """Slots that may be updated, as known before the update begins; None: all."""
     gate: Transfer = DONE
     """Done when the unit's states may be written: when the snapshots that were due at the job's creation are read."""
 

@@ -66,6 +66,17 @@ class OneSided(Stack):
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
+def in_one_tensor() -> nn.Module:
+    """Blocks whose parameters are slices of one tensor each, so that they share autograd's count of edits."""
+    model = Stack()
+    blocks = [block.state_dict() for block in model.blocks]
+    for name in blocks[0]:
+        rows = torch.stack([block[name] for block in blocks])
+        for block, row in zip(model.blocks, rows.unbind(), strict=True):
+            block.load_state_dict({**block.state_dict(), name: row}, assign=True)
+    return model
+
+
 def sided_batches(steps: int) -> list[Batch]:
     """Return global batches of two micro-batches, of which only the second is odd."""
     found = []
@@ -86,6 +97,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "experts, reentrant": lambda: CheckpointedExperts(True),
     "experts, non-reentrant": lambda: CheckpointedExperts(False),
     "one-sided": OneSided,
+    "in one tensor": in_one_tensor,
 }
 
 

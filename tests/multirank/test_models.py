@@ -31,6 +31,13 @@ def as_one_rank(pair: Group, model: str, stage: int, tmp_path: Path, **options: 
     return found
 
 
+@pytest.mark.parametrize("schedule", [{}, {"clip": 0.3}, {"update": "next_forward"}], ids=str)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_that_share_a_version(pair: Group, stage: int, schedule: dict[str, Any], tmp_path: Path) -> None:
+    """The update of a slice during backward is no edit of the other slices, which backward still needs."""
+    as_one_rank(pair, "in one tensor", stage, tmp_path, **schedule)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("around", ["forward", "loop"])
 def test_autocast(pair: Group, around: str, stage: int, tmp_path: Path) -> None:
