@@ -1,4 +1,6 @@
-"""Rejects models that an engine cannot manage: wrappers, TorchScript, lazy modules, and objects of other types."""
+"""Rejects models that an engine cannot manage: wrappers, TorchScript, lazy modules, parameters without memory of their
+own (quantised, sparse), and objects of other types.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from infinity.comm.dtensor import has_storage, is_plain, local
 from infinity.errors import ModelError
 
 
@@ -33,6 +36,43 @@ def check_model(model: Any) -> None:
                 f"{kind} {name} of a {type(owner).__name__} has no shape before the first forward: run one, "
                 "model(*batch), before you pass the model to the engine"
             )
+    for name, parameter in model.named_parameters():
+        with torch._C.DisableTorchFunctionSubclass():
+            problem = _not_dense(parameter)
+        if problem is not None:
+            kind, conversion = problem
+            raise ModelError(
+                f"parameter {name} is a {kind}, and an engine stores dense tensors alone: load the model without "
+                f"quantisation or sparsity, or replace the parameter by {conversion.format(name)}. To save memory, "
+                "move dense weights to the host or to NVMe (zero_optimization.offload_param)."
+            )
+
+
+def _not_dense(parameter: torch.Tensor) -> tuple[str, str] | None:
+    """Return (kind, template of a conversion) of a parameter that is no strided tensor in its own memory; else None."""
+    values = local(parameter)
+    dequantized = "nn.Parameter({}.dequantize(), requires_grad=False)"
+    if values.layout is not torch.strided:
+        return f"tensor of layout {values.layout}", "nn.Parameter({}.to_dense())"
+    if values.is_quantized:
+        return f"quantised tensor ({values.dtype})", dequantized
+    if has_storage(values) and not values.is_nested and (is_plain(values) or _has_memory(values)):
+        return None
+    plain = "an nn.Parameter of a plain tensor"
+    if is_plain(values):
+        return "tensor without memory of its own", plain
+    kind = f"{type(values).__module__}.{type(values).__qualname__}, a tensor subclass without memory of its own"
+    quantised = type(values).dequantize is not torch.Tensor.dequantize
+    return ("" if values is parameter else "DTensor of a ") + kind, dequantized if quantised else plain
+
+
+def _has_memory(values: torch.Tensor) -> bool:
+    """Return whether a tensor of a subclass has memory. A wrapper (`Tensor._make_wrapper_subclass`) has none."""
+    try:
+        values.untyped_storage().data_ptr()
+    except RuntimeError:
+        return values.is_meta
+    return True
 
 
 def _described(value: object) -> str:
