@@ -46,6 +46,7 @@ from infinity.tiers.accelerator import default_device
 from infinity.tiers.device import Device
 from infinity.units.added import Additions
 from infinity.units.compiled import eager, own_name, refuse_compiled_autograd, uncompiled
+from infinity.units.writes import has_backward_hooks
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -535,6 +536,8 @@ class TrainingEngine(CheckpointingEngine):
         self._step.begin_backward()
         if self.updates.durable is not None:
             self.parts.store.start_due_updates()  # updates of this backward wait for a commit, and that for these
+        if not self.ranks.is_single and has_backward_hooks(self.module):
+            self.parts.store.begin_backward()
         self.updates.updater.hypers = self.optimizer.hypers()
 
     def _check_reaches_no_updated_unit(self) -> None:
@@ -545,6 +548,7 @@ class TrainingEngine(CheckpointingEngine):
             self._step.check(Call.BACKWARD)
 
     def _on_backward_end(self) -> None:
+        self.parts.store.end_backward()
         self._step.end_backward(counts=self.updates.collector.end_backward())
         self._reports.end(Phase.BACKWARD)
 
@@ -552,6 +556,7 @@ class TrainingEngine(CheckpointingEngine):
         """Drop the gradients of a backward that an exception cut short, and those accumulated before it."""
         if not self.parts.backward.conclude():
             return
+        self.parts.store.forget_backward()
         if self._step.updated:
             self._broken = "a backward failed after some units had been updated with its gradients"
         self._abandon_step()

@@ -107,6 +107,8 @@ class GradCollector:
         self._coming = coming
         self._arrivals: dict[int, int] = {}
         """unit → its arrivals in this backward."""
+        self._cleared = False
+        """True if a user's hook has cleared a gradient in this backward."""
         self._before: dict[int, int] = {}
         """unit → its arrivals in the last backward: before that number the graph is not asked, which takes time."""
         self._passed: set[int] = set()
@@ -144,10 +146,17 @@ class GradCollector:
             alive = collector()
             if alive is not None:
                 gradient = take_grad(parameter)
-                if gradient is not None:  # None: a user's hook has cleared it
+                if gradient is None:
+                    alive.note_cleared()
+                else:
                     alive.arrive(alive._units[index], slot, local_gradient(parameter, gradient))
 
         return arrived
+
+    def note_cleared(self) -> None:
+        """Count this backward, although a user's hook has used and cleared its gradient (an optimizer in backward)."""
+        self._on_arrival()
+        self._cleared = True
 
     @uninterrupted()
     def arrive(self, unit: Unit, slot: int, gradient: torch.Tensor) -> None:
@@ -283,8 +292,9 @@ class GradCollector:
         if self._held is not None:
             for index, slot, gradient in self._held.due():
                 self._collect(self._units[index], slot, gradient)
-        if not self._arrivals:  # `torch.autograd.grad`, as in a gradient penalty
-            return False
+        cleared, self._cleared = self._cleared, False
+        if not self._arrivals:
+            return cleared  # False: `torch.autograd.grad`, as in a gradient penalty
         if self._sends:
             self.send_all()
         others = {} if self._held is None else self._before  # the other pieces have other units
@@ -378,6 +388,7 @@ class GradCollector:
             collecting.lease.release()
         self._open = {}
         self._arrivals = {}
+        self._cleared = False
         self._passed = set()
         self._store.discard()
         self._forget_arrivals()

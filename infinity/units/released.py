@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from infinity.errors import LifetimeError, UsageError
 from infinity.units.compiled import eager
 from infinity.units.residents import Owner, behind, owner_of
+from infinity.units.writes import written
 
 if TYPE_CHECKING:
     from infinity.units.unit import Unit
@@ -120,6 +121,8 @@ class Released:
                 return func(*args, **kwargs)
         if func in _BACKWARDS:
             return _backward(func, args, kwargs)
+        if torch._C._current_graph_task_id() != -1:
+            _check_edit(func, args, kwargs)
         if func == _SET_DATA:  # `==`, since each access creates a new wrapper
             _check_data(*args)
         with _whole(_owners((args, kwargs))):
@@ -137,8 +140,10 @@ class Released:
     @eager
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """`Tensor.set_`, for which PyTorch does not call `__torch_function__`."""
+        set_: Any = torch.Tensor.set_
+        if torch._C._current_graph_task_id() != -1:
+            _check_edit(set_, (self,), {})
         with _whole(_owners((self, args, kwargs))):
-            set_: Any = torch.Tensor.set_
             return set_(self, *args, **kwargs)
 
     @eager
@@ -164,6 +169,13 @@ def _check_grad(parameter: Any, *value: Any) -> None:
     if owner is None:
         return
     name = owner.unit.layout.slots[owner.slot].name
+    if owner.slot in owner.unit.collected and torch._C._current_graph_task_id() != -1:
+        raise UsageError(
+            f"{name}.grad was {'set' if value else 'read'} in a backward, when the engine had taken a gradient of this "
+            "step. A hook sees the gradient of the present backward only, and only if it was registered before "
+            "infinity.initialize(). To read or change sums over micro-batches and ranks, set infinity.update to "
+            '"next_forward" and call infinity.get_full_grad() or infinity.set_full_grad() before engine.step().'
+        )
     if owner.slot in owner.unit.collected:
         raise UsageError(
             f"{name}.grad was {'set' if value else 'read'} between backward and engine.step(), and the engine has "
@@ -176,6 +188,12 @@ def _check_grad(parameter: Any, *value: Any) -> None:
             f"{name}.grad was set by hand: the engine updates with gradients that a backward leaves. Call backward, "
             "and then infinity.set_full_grad(), before engine.step()."
         )
+
+
+def _check_edit(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise UsageError if `func`, called in a backward, writes a parameter that several ranks share."""
+    for unit, store, slot in _owners(written(func, args, kwargs)):
+        store.check_edit_in_backward(unit.layout.slots[slot].name)
 
 
 def _check_data(parameter: Any, data: Any) -> None:

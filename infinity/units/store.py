@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 
@@ -36,6 +37,11 @@ from infinity.units.trace import Tracer
 from infinity.units.unit import Residency, Unit
 from infinity.update.job import UpdateJob
 from infinity.update.pipeline import UpdatePipeline
+
+_EDIT_LATER = (
+    "Let the engine's optimizer update the parameters. For a rule of your own, edit them between engine.backward() and "
+    'engine.step() with infinity.get_full_grad(), which is averaged over ranks; set infinity.update to "next_forward".'
+)
 
 
 class UnitStore:
@@ -67,6 +73,8 @@ class UnitStore:
         self.buffers = UnitBuffers(self.units, pool, self.tracer, self._evict, alone=ranks.is_single)
         self.failure: OSError | ForcedInterrupt | RanksError | UsageError | None = None
         """Error of a failed transfer. Data did not arrive, so the engine must not continue from this state."""
+        self._finds_edits = False
+        """True during a backward in which hooks may edit parameters through `.data` (several ranks only)."""
         self._pipeline = pipeline
         self._on_unit_changed = on_unit_changed
         self._states = states
@@ -148,6 +156,44 @@ class UnitStore:
         except (OSError, ForcedInterrupt, RanksError) as error:
             self.failure = error
             raise
+
+    # -- edits in backward ---------------------------------------------------------------------------------------------
+
+    def check_edit_in_backward(self, name: str) -> None:
+        """Raise UsageError if several ranks share parameter `name`, which code in a backward is about to edit."""
+        if not self._ranks.is_single:
+            raise UsageError(
+                f"parameter {name} was to be edited during backward, in which each of {self._ranks.size} ranks has "
+                f"gradients of its own, so that their parameters would differ: nothing was changed. {_EDIT_LATER}"
+            )
+
+    def begin_backward(self) -> None:
+        """Find edits from now on to the end of the backward: those of before are written to the tiers."""
+        self.write_edits()
+        self._finds_edits = True
+
+    def end_backward(self) -> None:
+        """Raise UsageError if a parameter was edited in the backward."""
+        if self._finds_edits:
+            for unit in self.units:
+                if unit.residency is Residency.RESIDENT:
+                    self._was_edited(unit)
+                elif unit.residency is Residency.RELEASED and self.kept.is_edited(unit):
+                    self._refuse_edit(unit)
+            self._finds_edits = False
+
+    def _refuse_edit(self, unit: Unit) -> NoReturn:
+        self._finds_edits = False
+        self.failure = UsageError(
+            f"parameters of unit {unit.name} were edited by a hook during backward, in which each of "
+            f"{self._ranks.size} ranks has gradients of its own, so that their parameters would differ. Load the last "
+            f"checkpoint. {_EDIT_LATER}"
+        )
+        raise self.failure
+
+    def forget_backward(self) -> None:
+        """Stop to find edits, after a backward that failed."""
+        self._finds_edits = False
 
     # -- fetch -------------------------------------------------------------------------------------------------------
 
@@ -342,6 +388,8 @@ class UnitStore:
         """
         assert self._pipeline is not None
         binding.adopt_assigned(unit, self.recorder)
+        if self._finds_edits:
+            self._was_edited(unit)
         in_tier = self._pipeline.in_tier(unit.index)
         if unit.layout.dtype == torch.float32 and not in_tier:
             return  # the update starts from the buffer, and there is no other copy of the values
@@ -553,9 +601,15 @@ class UnitStore:
         self.scope.remove(unit)
 
     def _was_edited(self, unit: Unit) -> bool:
-        """Copy assigned data into the buffer. Returns True if the resident unit's buffer then differs from its tier."""
+        """Copy assigned data into the buffer. Returns True if the resident unit's buffer then differs from its tier.
+
+        Raises UsageError, and stops the engine, if it was edited in a backward of several ranks.
+        """
         binding.adopt_assigned(unit, self.recorder)
-        return self._edits.start(unit)()
+        edited = self._edits.start(unit)()
+        if edited and self._finds_edits:
+            self._refuse_edit(unit)
+        return edited
 
     def _fingerprint(self, unit: Unit) -> Fingerprint:
         assert unit.lease is not None
