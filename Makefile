@@ -34,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-with test-campaign test-device test-integrations test-late fuzz mutants sanitize lint format docs wheel \
+.PHONY: help install test test-with test-campaign test-device test-integrations test-late fuzz zoo mutants sanitize lint format docs wheel \
 	gpu-bundle gpu-dry-run run bench clean
 
 help: ## show this list
@@ -63,6 +63,9 @@ test-late: install ## run the tests on the device of tests/late, whose copies an
 
 fuzz: install ## train composed models and loops by the engine and by plain PyTorch
 	$(VENV)/bin/python tests/fuzz/run.py --seeds $(SEEDS) $(ARGS)
+
+zoo: install ## train each architecture of transformers, tiny, by the engine and by plain PyTorch (an hour; ARGS="--only Llama")
+	$(VENV)/bin/python tests/zoo/run.py $(ARGS)
 
 mutants: install ## remove each wait and guard of lifetime in turn: some test has to fail (hours; ARGS="--only optim")
 	PYTHONPATH=tests $(VENV)/bin/python -m mutants $(ARGS)
