@@ -198,6 +198,7 @@ def draw_setting(draw: Draw, param: str | None = None) -> Setting:
 
 def draw_case(draw: Draw) -> Case:
     nodes = tuple(draw_node(draw, draw.choice((1, 2, 2, 3))) for _ in range(draw.integer(1, 4)))
+    nodes = tuple(_sometimes(draw, node) if flag(draw, 5) else node for node in nodes)
     settings = (draw_setting(draw, "nvme"), draw_setting(draw))
     loop = _without_what_a_load_changes(draw_loop(draw))
     if loop.dtype != "fp32":
@@ -232,6 +233,11 @@ def each_node(nodes: tuple[Node, ...]) -> Iterator[Node]:
     for node in nodes:
         yield node
         yield from each_node(node.children)
+
+
+def _sometimes(draw: Draw, node: Node) -> Node:
+    """Let some steps run or train `node` in another way."""
+    return Node("sometimes", draw.choice(WRAPPERS["sometimes"]), (node,))
 
 
 def _without_what_a_load_changes(loop: Loop) -> Loop:

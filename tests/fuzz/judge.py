@@ -44,7 +44,8 @@ class Verdict:
     kind: "same"; "same bits" (equal to the plain loop with the engine's kernels, so only rounding differed); "refused";
     "void" (plain PyTorch raises, or gives NaN). Failures: "different", "error", "leak", "placements differ"; "not
     finite" (the engine raises for NaN, but the plain loop has none); "unnoticed" (plain PyTorch refuses an in-place
-    edit, the engine does not); "refused wrongly" (the engine refuses one, plain PyTorch does not).
+    edit, the engine does not); "refused wrongly" (the engine refuses one, plain PyTorch does not, or updated a unit too
+    early).
     """
 
     kind: str
@@ -61,6 +62,9 @@ FAILURES = (
 )  # fmt: skip
 EDITED = "modified by an inplace operation"
 """Part of the error text, PyTorch's and the engine's, for a tensor that was edited before backward needed it."""
+
+LATE = "received a gradient after its update"
+"""Part of the error text for a unit that was updated although backward had more gradients for it."""
 
 
 def run_plain(case: Case, *, exact: bool = False) -> Outcome:
@@ -175,6 +179,8 @@ def _against_plain(case: Case, outcome: Outcome, plain: Outcome) -> Verdict:
                     return Verdict("same", "both refuse the edit")
                 if plain.error is None and not _has_own_hooks(case):
                     kind = "refused wrongly"
+            if isinstance(outcome.error, LifetimeError) and LATE in str(outcome.error):
+                kind = "refused wrongly"
             return Verdict(kind, f"{outcome.phase}: {summary(outcome.error)}")
         if plain.error is not None:
             return Verdict("void", f"plain: {summary(plain.error)}")

@@ -10,7 +10,7 @@ from fuzz.parts import WIDTH, Context, Part, mixed, weight, wrapper
 
 @wrapper(
     "sometimes", "detached", "input detached", "without graph", "left out", "twice", "backwards", "reentrant",
-    "checkpointed", "one detached",
+    "checkpointed", "shift detached", "bias detached", "only the bias", "only the children",
 )  # fmt: skip
 class Sometimes(Part):
     """Runs its children as its variant says in some steps, and plainly in the others: the later ones, the first two, or
@@ -43,8 +43,14 @@ class Sometimes(Part):
             return self._run(x, context).detach()
         if variant == "input detached":
             return self._run(x.detach(), context)
-        if variant == "one detached":
+        if variant == "shift detached":
             return self.run_parts(x + self.shift.detach(), context) + self.bias
+        if variant == "bias detached":
+            return self.run_parts(x + self.shift, context) + self.bias.detach()
+        if variant == "only the bias":
+            return self.run_parts(x + self.shift, context).detach() + self.bias
+        if variant == "only the children":
+            return self.run_parts(x + self.shift.detach(), context) + self.bias.detach()
         if variant == "twice":
             return self._run(self._run(x, context), context)
         if variant == "backwards":
