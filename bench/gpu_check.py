@@ -102,7 +102,6 @@ def run(call: str, environment: dict[str, str], work: Path) -> int:
     kit = Kit(
         steps=steps,
         sizes=DRY if dry else Sizes(),
-        environment=environment,
         root=ROOT,
         work=commands,
         figures=figures,

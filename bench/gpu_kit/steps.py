@@ -15,9 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 STACKS_SECONDS = 15
 """Time for the stacks between SIGABRT and SIGKILL."""
@@ -96,9 +95,6 @@ class Steps:
 
     def log_of(self, step: str) -> Path:
         return self._folder / f"{step}.txt"
-
-    def as_json(self) -> list[dict[str, Any]]:
-        return [asdict(outcome) for outcome in self.outcomes]
 
     def _note(self, outcome: Outcome) -> Outcome:
         self.outcomes.append(outcome)
@@ -179,7 +175,7 @@ def _guarded(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _shown(log: Path) -> Any:
+def _shown(log: Path) -> Iterator[None]:
     """Print what is written to a file while the block runs."""
     ended = threading.Event()
 
