@@ -13,7 +13,7 @@ import infinity.engine.initialize as engines
 from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.module import EngineModule
-from infinity.deepspeed.runtime.zero.partition_parameters import set_status
+from infinity.deepspeed.parameter_names import answer
 from infinity.deepspeed.settings import make_config, read_settings
 from infinity.engine import lr_schedules
 from infinity.engine.arguments import add_config_arguments, check_mpu, config_source
@@ -75,7 +75,7 @@ def initialize(
         engine.close()
         raise
     if wrapped.zero_optimization_partition_weights():
-        set_status(model)
+        answer(engine)
     trained = engine.optimizer if isinstance(engine, TrainingEngine) else None
     return wrapped, trained, wrapped.training_dataloader, wrapped.lr_scheduler
 

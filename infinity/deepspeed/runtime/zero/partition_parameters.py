@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from enum import Enum
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,32 +15,12 @@ import infinity.construction.init_context as init_context
 import infinity.engine.gather as gather
 from infinity.deepspeed.built import building, gathered
 from infinity.deepspeed.comm import init_distributed
+from infinity.deepspeed.parameter_names import ZeroParamStatus as ZeroParamStatus
 from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
 from infinity.errors import ConfigError
 
 if TYPE_CHECKING:
     from infinity.config import Config
-
-
-class ZeroParamStatus(Enum):
-    """Status of a tensor, in its attribute `ds_status`: libraries gather parameters that are not AVAILABLE.
-
-    NOT_AVAILABLE for the parameters of a stage 3 engine, AVAILABLE for other tensors.
-    """
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
-
-
-def set_status(model: nn.Module) -> None:
-    """Set the status of the parameters of `model`, which a stage 3 engine shards, and the modules that hold them."""
-    # Autograd gives a backward of Python a tensor in place of a parameter that was saved, without its attributes. TRL
-    # reads the status there, so it is an attribute of the class.
-    torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
-    for parameter in model.parameters():
-        parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
-        parameter.ds_active_sub_modules = set()  # type: ignore[attr-defined]
 
 
 class Init:
