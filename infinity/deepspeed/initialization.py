@@ -17,12 +17,13 @@ from infinity.deepspeed.parameter_names import answer
 from infinity.deepspeed.settings import make_config, read_settings
 from infinity.engine import lr_schedules
 from infinity.engine.arguments import add_config_arguments, check_mpu, config_source
-from infinity.engine.base import BaseEngine
+from infinity.engine.base import BaseEngine, open_engines
 from infinity.engine.client_scheduler import RateScheduler
 from infinity.engine.optimizer import ParamGroups
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, ModelError
 from infinity.observe.log import logger
+from infinity.units.compiled import uncompiled
 
 if TYPE_CHECKING:
     from infinity.config import Config, Scheduler
@@ -50,7 +51,7 @@ def initialize(
     """Construct an engine that trains `model`, and return (engine, optimizer, dataloader, lr scheduler).
 
     Without an optimizer, `training_data` or a scheduler, the respective result is None. Without an optimizer the engine
-    only runs the model.
+    only runs the model. An open engine of `model` is closed, and the new one continues from its values.
 
     args: an object with `deepspeed_config`, the path of a config, as `add_config_arguments` parses it. config,
     config_params: the config as a dict or a path, instead of `args`. distributed_port: port of rank 0 if MASTER_PORT is
@@ -68,6 +69,7 @@ def initialize(
         raise ConfigError("mesh_param is for sequence parallelism, which has no counterpart here: leave it out")
     settings = read_settings(config_source(args, config, config_params))
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    _take_from_engine(model)
     engine = _make_engine(model, make_config(settings, model), optimizer, model_parameters, lr_scheduler)
     try:
         wrapped = DeepSpeedEngine(engine, settings, training_data, collate_fn, optimizer)
@@ -78,6 +80,17 @@ def initialize(
         answer(engine)
     trained = engine.optimizer if isinstance(engine, TrainingEngine) else None
     return wrapped, trained, wrapped.training_dataloader, wrapped.lr_scheduler
+
+
+def _take_from_engine(model: nn.Module) -> None:
+    """Close the open engine of `model`, if there is one, and return its values to the model. Collective.
+
+    DeepSpeed constructs a second engine in place of the first; Lightning does so for `trainer.test` after a fit.
+    """
+    for engine in [each for each in open_engines if each.module is uncompiled(model)]:
+        if engine.ranks.is_main_rank:
+            logger.info("the model's former engine is closed, and the new one has its values")
+        engine.close(restore=True)
 
 
 def _make_engine(

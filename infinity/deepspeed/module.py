@@ -26,6 +26,7 @@ class EngineModule(nn.Module):
         super().__init__()
         self._engine = engine
         self._destroyed = False
+        engine.ignore_moves()  # as DeepSpeed in stage 3; Lightning moves the model to the CPU after a fit
         self.module = engine.module
         self.training = engine.module.training
 

@@ -133,6 +133,10 @@ class BaseEngine(ABC):
         """Put the model in evaluation mode. Return the engine."""
         return self.train(False)
 
+    def ignore_moves(self) -> None:
+        """Leave parameters in their tiers, without an error, when a script moves the model to another device."""
+        self._hooks.ignores_moves = True
+
     # -- reports -----------------------------------------------------------------------------------------------------
 
     @property

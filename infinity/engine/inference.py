@@ -50,10 +50,10 @@ class InferenceEngine(BaseEngine):
         sharded = Sharding.of(config.zero_optimization.stage).params
         ranks = Communicator(seam, sharded=sharded, group=process_group, rank_timeout=config.infinity.rank_timeout)
         with ranks.construction(), ExitStack() as undo:
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    parameter.requires_grad_(False)
-                    undo.callback(parameter.requires_grad_, True)
+            self._frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            undo.callback(self._unfreeze)
+            for parameter in self._frozen:
+                parameter.requires_grad_(False)
             if next(model.parameters(), None) is None:
                 raise ModelError("the model has no parameters: call the model directly, without an engine")
             planned = plan_model(model, config, [], seam, ranks, train=False, dtype=dtype)
@@ -63,6 +63,17 @@ class InferenceEngine(BaseEngine):
             undo.pop_all()
         model.eval()
         super().__init__(called, config, parts, dtype or compute_dtype(config))
+
+    def close(self, *, restore: bool = False) -> None:
+        """See `BaseEngine.close`. Parameters that required gradients before the engine was constructed do so again."""
+        try:
+            super().close(restore=restore)
+        finally:
+            self._unfreeze()
+
+    def _unfreeze(self) -> None:
+        while self._frozen:
+            self._frozen.pop().requires_grad_(True)
 
     def _on_forward(self) -> None:
         self.parts.store.tracer.begin("with gradients" if torch.is_grad_enabled() else "without")

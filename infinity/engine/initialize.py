@@ -137,8 +137,8 @@ def init_inference(
     dtypes of training with that config. device, dist_init_required: as for `initialize`. process_group: the ranks over
     which parameters are sharded; by default all ranks.
 
-    The model is put in eval mode, and its parameters no longer require gradients. In stage 3 with several ranks, every
-    rank holds a shard and has inputs of its own, and all ranks must run equally many forwards.
+    The model is put in eval mode, and its parameters require no gradients until `close`. In stage 3 with several ranks,
+    every rank holds a shard and has inputs of its own, and all ranks must run equally many forwards.
 
     Raises ConfigError, ModelError, UsageError, RanksError, OutOfSpaceError, OutOfMemoryError or StorageError. Threads,
     memory and files are released then.

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map_only
 
 try:
@@ -97,7 +96,6 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
         self._source = config
         self._restore = restore
         self._precision = EnginePrecision()
-        self._frozen: list[nn.Parameter] = []
         """Parameters that an engine for inference froze, which are trainable again after `teardown`."""
         self._own_forward: Any = None
         """The forward that was assigned to the module itself, if any."""
@@ -129,7 +127,6 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
         self._redirect_forward()
         module = self.lightning_module
         if trainer.state.fn != TrainerFn.FITTING:
-            self._frozen = [p for p in module.parameters() if p.requires_grad]
             self.engine = init_inference(module, Config.load(self._source))
         else:
             self.setup_optimizers(trainer)
@@ -164,8 +161,6 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
         self.optimizers = []
         if engine is not None:
             engine.close(restore=self._restore)
-        while self._frozen:
-            self._frozen.pop().requires_grad_()
         self.lightning_module.__dict__.pop("forward", None)
         if self._own_forward is not None:
             self.lightning_module.__dict__["forward"] = self._own_forward

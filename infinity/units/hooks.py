@@ -144,6 +144,8 @@ class ModelHooks:
         """unit → number of names under which modules register its parameters."""
         self._open = True
         self._loads = False
+        self.ignores_moves = False
+        """True to leave parameters where they are when the model is moved to another device, without an error."""
         self._copies = StateCopies()
         self._handles: list[Any] = []
         self._wrapped = [module for module in model.modules() if module._parameters]
@@ -284,12 +286,14 @@ class ModelHooks:
         """Replaces `module._apply`, which `.to()`, `.half()` and `.cuda()` call. Applies `fn` to buffers only.
 
         Raises UsageError before any change if `fn` would change the dtype or device of a managed parameter.
+        `ignores_moves`: the dtype.
         """
         for parameter in module.parameters(recurse):
             if residents.owner_of(parameter) is not None:
                 before = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
                 after = fn(before)
-                if (after.dtype, after.device) != (before.dtype, before.device):
+                stays = after.device == before.device or self.ignores_moves
+                if after.dtype != before.dtype or not stays:
                     fix = 'Convert the model before infinity.initialize(), or set "bf16" or "fp16" in the config.'
                     if after.device != before.device:
                         fix = "The engine computes on engine.device, a CUDA device if there is one: move inputs there."

@@ -425,6 +425,41 @@ def test_a_destroyed_engines_model_goes_to_another_engine(opens: Opens) -> None:
     run(second, batches)
 
 
+@pytest.mark.parametrize("given", [{}, {"optimizer": None}], ids=["trained", "only run"])
+def test_a_second_engine_takes_the_model_from_the_first(opens: Opens, given: dict[str, Any], tmp_path: Path) -> None:
+    """`initialize` closes the engine of its model, wherever the values are; Lightning tests so after a fit."""
+    batches = token_batches(4)
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    model = seeded(Stack)
+    model.blocks[0].requires_grad_(False)
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    first = opens(3, model=model, zero_optimization={"offload_param": nvme}, **given)
+    expected = first(*batches[0])
+    if not given:
+        run(first, batches[:2])
+        expected = first(*batches[0])
+    second = opens(3, model=model)
+    assert [parameter.requires_grad for parameter in model.parameters()] == trained
+    assert torch.equal(second(*batches[0]), expected)
+    with pytest.raises(UsageError, match="the engine is closed"):
+        first(*batches[0])
+    run(second, batches[2:])
+
+
+def test_moves_of_the_model_leave_parameters_where_they_are(opens: Opens) -> None:
+    """As DeepSpeed in stage 3: a trainer may move the model to the CPU, and buffers follow. Conversions are refused."""
+    batches = token_batches(4)
+    model = seeded(Stack)
+    model.register_buffer("seen", torch.zeros(2))
+    engine = opens(3, model=model)
+    run(engine, batches[:2])
+    assert engine.module.to("meta").head.weight.device == engine.device and model.seen.is_meta
+    with pytest.raises(UsageError, match=r"was to be moved to torch\.float16"):
+        engine.module.half()
+    run(engine, batches[2:])
+    same(engine, plain(batches))
+
+
 # -- values and checkpoints --------------------------------------------------------------------------------------------
 
 
