@@ -130,6 +130,23 @@ def _overflow_check(draft: Draft) -> None:
             draft.map(name, value, "infinity.check_nan", value)
 
 
+def _bf16_states(draft: Draft) -> None:
+    """Map DeepSpeed's states of 16 bits. The master is the parameter with a remainder of 16 bits, which is exact."""
+    source = "bf16.bf16_master_weights_and_grads"
+    value = draft.take(source)
+    if value is True:
+        draft.map(source, value, "infinity.master", "remainder")
+        draft.map(source, value, "data_types.grad_accum_dtype", "bf16")
+    elif value is not ABSENT:
+        draft.problems.append(f"{source}: must be true or false, not {show(value)}")
+    source = "bf16.bf16_optimizer_states"
+    value = draft.take(source)
+    if value is True:
+        draft.map(source, value, "infinity.moments", "bf16")
+    elif value is not ABSENT:
+        draft.problems.append(f"{source}: must be true or false, not {show(value)}")
+
+
 def _fp32_allreduce(draft: Draft) -> None:
     value = draft.take("fp32_allreduce")
     if value is not ABSENT:
@@ -225,6 +242,7 @@ RULES: tuple[Rule, ...] = (
     _states_on_device,
     _activations,
     _overflow_check,
+    _bf16_states,
     _fp32_allreduce,
     _adam,
     _warmup_type,

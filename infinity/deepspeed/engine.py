@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
+from infinity.deepspeed.checks import FailedUsageCheck, usage_checks
+from infinity.deepspeed.derivatives import in_derivative, on_copies
 from infinity.deepspeed.engine_names import GETTERS, REFUSED, read
 from infinity.deepspeed.parameter_offload import DeepSpeedZeRoOffload
 from infinity.deepspeed.states import SavingEngine
 from infinity.engine.base import BaseEngine
+from infinity.engine.loss_check import check_scalar
 from infinity.errors import UsageError
 from infinity.observe.monitor import Monitor
 
@@ -84,6 +87,12 @@ class DeepSpeedEngine(SavingEngine):
         """Writers of the config's monitors: `monitor.write_events([(tag, value, samples)])` adds events."""
         return self.training_engine.monitor
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model. In a derivative by torch.func, below stage 3: on copies of the parameters."""
+        if in_derivative() and not self.zero_optimization_partition_weights():
+            return on_copies(self.module, args, kwargs)
+        return super().forward(*args, **kwargs)
+
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
@@ -92,7 +101,9 @@ class DeepSpeedEngine(SavingEngine):
         retain_graph: as in `Tensor.backward`. scale_wrt_gas: divide the loss; False: the caller has divided it, and it
         is returned unchanged.
         """
-        return self.training_engine.backward(loss, retain_graph, scale_wrt_gas)
+        engine = self.training_engine
+        check_scalar(loss, FailedUsageCheck)
+        return engine.backward(loss, retain_graph, scale_wrt_gas)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Update the parameters and advance the lr scheduler, if this micro-batch is the last of its step.
@@ -102,7 +113,8 @@ class DeepSpeedEngine(SavingEngine):
         engine = self.training_engine
         steps, skipped = engine.global_steps, engine.skipped_steps
         samples = self._samples_of_step()
-        engine.step(lr_kwargs)
+        with usage_checks():
+            engine.step(lr_kwargs)
         self.micro_steps += 1
         updated = engine.global_steps > steps
         self._step_applied = updated and engine.skipped_steps == skipped
@@ -120,8 +132,12 @@ class DeepSpeedEngine(SavingEngine):
         """Return `loss` with the fp16 loss scale, divided by gradient_accumulation_steps; for plain backwards.
 
         A plain `loss.backward()` is divided as well; it lacks only the loss scale, which fp16 requires.
+
+        Raises UsageError for a tensor of several elements, or without a graph.
         """
-        return self.training_engine.scale(loss)
+        engine = self.training_engine
+        check_scalar(loss, FailedUsageCheck, "scale")
+        return engine.scale(loss)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -146,7 +162,9 @@ class DeepSpeedEngine(SavingEngine):
 
         Raises UsageError if managed_gradient_accumulation is false, and for False where `no_sync` raises it.
         """
-        self.training_engine.set_gradient_accumulation_boundary(is_boundary)
+        engine = self.training_engine
+        with usage_checks():
+            engine.set_gradient_accumulation_boundary(is_boundary)
 
     def was_step_applied(self) -> bool:
         """Return True if the last `step` changed parameters: at a boundary, without overflow."""

@@ -119,8 +119,6 @@ REFUSED: dict[str, str] = {
     "autotuning_profile_model_info": _TUNING,
     "checkpoint_serialization_enabled": _CHECKPOINT,
     "checkpoint_writer_enabled": _CHECKPOINT,
-    "checkpoint_tag_validation_enabled": _CHECKPOINT,
-    "checkpoint_tag_validation_fail": _CHECKPOINT,
     "load_moe_state_dict": "experts are parameters of their block: use load_checkpoint()",
     "get_tensor_parallel_rank": _TENSOR,
     "get_model_parallel_rank": _TENSOR,

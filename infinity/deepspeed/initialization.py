@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,11 +11,12 @@ import torch
 from torch import nn
 
 import infinity.engine.initialize as engines
+from infinity.deepspeed.checks import FailedModelCheck, config_checks
 from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.module import EngineModule
 from infinity.deepspeed.parameter_names import answer
-from infinity.deepspeed.settings import make_config, read_settings
+from infinity.deepspeed.settings import in_dtype_of, make_config, read_settings, tag_validation
 from infinity.engine import lr_schedules
 from infinity.engine.arguments import add_config_arguments, check_mpu, config_source
 from infinity.engine.base import BaseEngine, open_engines
@@ -61,16 +63,19 @@ def initialize(
     Raises ConfigError, ModelError and UsageError, and the errors of `infinity.initialize`.
     """
     if model is None:
-        raise ModelError("initialize() has no model: pass model=, a torch.nn.Module")
+        raise FailedModelCheck("initialize() has no model: pass model=, a torch.nn.Module")
     if isinstance(model, EngineModule):
         raise ModelError("model is already an engine: call engine.destroy(), and pass engine.module")
     check_mpu(mpu)
     if mesh_param is not None:
         raise ConfigError("mesh_param is for sequence parallelism, which has no counterpart here: leave it out")
     settings = read_settings(config_source(args, config, config_params))
+    tag_validation(settings)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     _take_from_engine(model)
-    engine = _make_engine(model, make_config(settings, model), optimizer, model_parameters, lr_scheduler)
+    trains = optimizer is not None or settings.get("optimizer") is not None
+    config_of_model = make_config(in_dtype_of(model, settings) if trains else settings, model)
+    engine = _make_engine(model, config_of_model, optimizer, model_parameters, lr_scheduler)
     try:
         wrapped = DeepSpeedEngine(engine, settings, training_data, collate_fn, optimizer)
     except BaseException:
@@ -110,11 +115,13 @@ def _make_engine(
     if lr_scheduler is None and config.scheduler is not None:
         lr_scheduler = _scheduler(config.scheduler)
         config = config.model_copy(update={"scheduler": None})
-    engine = engines.initialize(model, config, model_parameters, optimizer=optimizer, lr_scheduler=lr_scheduler)[0]
+    with config_checks() if optimizer is not None or lr_scheduler is not None else nullcontext():
+        engine = engines.initialize(model, config, model_parameters, optimizer=optimizer, lr_scheduler=lr_scheduler)[0]
     if config.fp16.enabled:  # the scale of float16 autocast is GradScaler's in DeepSpeed, too
         engine.loss_scale.count_as_deepspeed()
     engine.updates.step.counts_calls = True  # as DeepSpeed, whose micro-batches may have several backwards
     engine.updates.step.averages_plain = True
+    engine.updates.step.skips_overflows = config.bf16.enabled and config.infinity.check_nan
     return engine
 
 

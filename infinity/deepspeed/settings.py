@@ -9,9 +9,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from infinity.deepspeed.engine_names import Reads, read
 from infinity.errors import ConfigError
+from infinity.observe.log import logger
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -47,6 +50,38 @@ def make_config(settings: Mapping[str, Any], model: nn.Module) -> Config:
     for folder in config.zero_optimization.nvme_paths:
         Path(folder).mkdir(parents=True, exist_ok=True)
     return config
+
+
+def in_dtype_of(model: nn.Module, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `settings` with bf16 or fp16 enabled if all parameters of `model` have that dtype and no section says so.
+
+    DeepSpeed trains such a model in its dtype. fp16 then has no loss scale, as there.
+    """
+    switches = (Reads(f"{name}.enabled", False) for name in ("bf16", "bfloat16", "fp16", "torch_autocast"))
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    section = _SECTION_OF.get(dtypes.pop()) if len(dtypes) == 1 else None
+    if section is None or any(read(settings, switch) is True for switch in switches):
+        return settings
+    name, keys = section
+    logger.info("the model's parameters are in 16 bits, so %s.enabled is true", name)
+    return {**settings, name: {**(settings.get(name) or {}), **keys}}
+
+
+_SECTION_OF: dict[torch.dtype, tuple[str, dict[str, Any]]] = {
+    torch.bfloat16: ("bf16", {"enabled": True}),
+    torch.float16: ("fp16", {"enabled": True, "loss_scale": 1}),
+}
+
+
+def tag_validation(settings: Mapping[str, Any]) -> str:
+    """Return what happens if ranks save under different tags: "WARN", "IGNORE" or "FAIL". Raises ConfigError."""
+    mode = read(settings, Reads("checkpoint.tag_validation", "WARN"))
+    if not isinstance(mode, str) or mode.upper() not in _TAG_VALIDATION:
+        raise ConfigError(f'checkpoint.tag_validation: must be "Ignore", "Warn" or "Fail", not {mode!r}')
+    return mode.upper()
+
+
+_TAG_VALIDATION = ("WARN", "IGNORE", "FAIL")
 
 
 def without_auto_schedule(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.format import LATEST, persistent_buffers
+from infinity.deepspeed.checks import FailedRanksCheck, WrongValue
 from infinity.deepspeed.engine_names import Reads, read
 from infinity.deepspeed.offload_names import OffloadDeviceEnum, OffloadStateTypeEnum
 from infinity.deepspeed.recovery import write_script
 from infinity.deepspeed.reports import ReportingEngine
+from infinity.deepspeed.settings import tag_validation
 from infinity.engine.base import BaseEngine
 from infinity.engine.gather import set_full_fp32_param
 from infinity.engine.training import TrainingEngine
@@ -110,15 +112,35 @@ class SavingEngine(ReportingEngine):
         As DeepSpeed, it also writes the script save_dir/zero_to_fp32.py, which reads the checkpoints there.
 
         save_latest: update the file `latest`, which `load_checkpoint` reads without a tag. exclude_frozen_parameters:
-        leave out parameters that do not require gradients; load such a checkpoint with load_module_strict=False.
+        leave out parameters that do not require gradients; load such a checkpoint with load_module_strict=False. Tags
+        that differ between ranks: rank 0's is used, with a warning; see `checkpoint.tag_validation`.
         """
         if not save_dir:
-            raise UsageError(f"save_dir is {save_dir!r}: pass the path of a folder")
-        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+            raise WrongValue(f"save_dir is {save_dir!r}: pass the path of a folder")
+        name = self._agreed(f"global_step{self.global_steps}" if tag is None else str(tag))
         self.training_engine.save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters)
         if self._engine.ranks.is_main_rank:
             write_script(Path(save_dir))
         return True
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Return whether tags that differ between ranks are reported."""
+        return tag_validation(self.config) != "IGNORE"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Return whether tags that differ between ranks are an error."""
+        return tag_validation(self.config) == "FAIL"
+
+    def _agreed(self, tag: str) -> str:
+        """Return rank 0's tag. Raises RanksError on all ranks for different tags, if they are to fail."""
+        tags: list[str] = self._engine.ranks.gather(tag)
+        if len(set(tags)) > 1 and self.checkpoint_tag_validation_enabled():
+            shown = ", ".join(f"rank {rank} {name!r}" for rank, name in enumerate(tags))
+            text = f"the ranks save under different tags: {shown}"
+            if self.checkpoint_tag_validation_fail():
+                raise FailedRanksCheck(f"{text}. Pass the same tag on all ranks.")
+            logger.warning("%s. All ranks save under rank 0's.", text)
+        return tags[0]
 
     def load_checkpoint(
         self,

@@ -186,9 +186,10 @@ def _check_options(optimizer: torch.optim.Optimizer, rule: Rule, moments: Moment
         hyper_of(rule, group)
     theirs = getattr(optimizer, "moments", moments)
     if theirs != moments:
+        argument = getattr(optimizer, "moments_arguments", {}).get(moments, f'moments="{moments}"')
         raise ConfigError(
             f'the optimizer ({kind}) has moments in {theirs} and the engine in {moments}: set infinity.moments to "'
-            f'{theirs}" in the config, or construct {kind} with moments="{moments}"'
+            f'{theirs}" in the config, or construct {kind} with {argument}'
         )
 
 

@@ -79,8 +79,8 @@ class LossCheck:
         return not any(self.result())
 
 
-def check_scalar(loss: Any) -> None:
-    """Raise UsageError if `loss` is not a scalar of a graph."""
+def check_scalar(loss: Any, error: type[UsageError] = UsageError, call: str = "backward") -> None:
+    """Raise `error` if `loss` is not a scalar of a graph. call: the engine's method that got it."""
     if not isinstance(loss, torch.Tensor):
         problem = f"is a {type(loss).__name__}"
     elif loss.numel() != 1:
@@ -89,7 +89,7 @@ def check_scalar(loss: Any) -> None:
         problem = "has no graph"
     else:
         return
-    raise UsageError(
-        f"engine.backward(loss) needs a scalar loss computed from engine(batch) with gradients enabled, and this one "
+    raise error(
+        f"engine.{call}(loss) needs a scalar tensor computed from engine(batch) with gradients enabled, and this one "
         f"{problem}"
     )

@@ -105,10 +105,13 @@ class LossScale:
             return
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row >= _MOST_SKIPPED:
+            unscaled = self.value == 1.0 and not self.window
+            at = "" if unscaled else f" at the smallest loss scale, {self.value:g}"
+            hint = "" if unscaled else ", or train with bf16, which has the range of fp32"
             raise NonFiniteError(
-                f"{self.skipped_in_a_row} steps in a row were skipped, since their gradients are NaN or infinite at "
-                f"the smallest loss scale, {self.value:g}: the model diverges, or overflows in its forward. Load an "
-                "earlier checkpoint and lower the learning rate, or train with bf16, which has the range of fp32."
+                f"{self.skipped_in_a_row} steps in a row were skipped, since their gradients are NaN or infinite{at}: "
+                "the model diverges, or overflows in its forward. Load an earlier checkpoint and lower the learning "
+                f"rate{hint}."
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -71,6 +71,8 @@ class Step:
         """True: a micro-batch ends with `engine.step()`, and may have several backwards. False: with its backward."""
         self.averages_plain = False
         """True: gradients of a plain `loss.backward()` are divided by `accumulation`, as `engine.backward` does."""
+        self.skips_overflows = False
+        """True: a step in bf16 with gradients that are not finite is skipped, as in fp16. False: it raises an error."""
         self.scaled = ScaledBackwards()
         self.losses: list[tuple[torch.Tensor, int]] = []
         """Loss and divisor of the step's calls of `engine.backward`; collected for monitors only."""
@@ -283,8 +285,9 @@ def changed_during_update(group: int, names: str) -> UsageError:
 def unscaled_loss(unscaled: int, micro_steps: int, scale: float) -> UsageError:
     """Return the error for gradients without the loss scale of fp16."""
     return UsageError(
-        f"{unscaled} of {micro_steps} backwards of this step started from a loss that was not scaled by {scale:g}, as "
-        "fp16 requires, and the gradients were dropped. Call engine.backward(loss) or engine.scale(loss).backward()."
+        f"Loss scaling is required in fp16, and {unscaled} of {micro_steps} backwards of this step started from a loss "
+        f"that was not scaled by {scale:g}, so the gradients were dropped. Call engine.backward(loss) or "
+        "engine.scale(loss).backward()."
     )
 
 

@@ -397,7 +397,7 @@ class TrainingEngine(CheckpointingEngine):
         if clipping or scaled or (self.config.infinity.check_nan and (gradients.units or not self.ranks.is_single)):
             sums = parts.ranks.model.sums(*gradients.squared_norms())
             norm, whole = (math.sqrt(squares) * scale for squares in sums)
-            if scaled and not math.isfinite(norm):
+            if not math.isfinite(norm) and (scaled or (self._step.skips_overflows and not self._step.updated)):
                 self._skip()
                 return False
             self._check_norm(norm)
@@ -417,7 +417,7 @@ class TrainingEngine(CheckpointingEngine):
         return True
 
     def _skip(self) -> None:
-        """Drop the step's gradients, which overflowed in fp16, and adjust the loss scale and the counters."""
+        """Drop the step's gradients, which are not finite, and adjust the loss scale and the counters."""
         self.updates.gradients.settle()
         self._end_step()
         self.global_steps += 1
@@ -426,8 +426,8 @@ class TrainingEngine(CheckpointingEngine):
         before = self.loss_scale.value
         self.loss_scale.overflowed()
         if self.ranks.is_main_rank:
-            now = self.loss_scale.value
-            logger.info("step %d skipped: its gradients overflowed; loss scale %g → %g", self.global_steps, before, now)
+            now = f"; loss scale {before:g} → {self.loss_scale.value:g}" if self.config.scales_loss else ""
+            logger.info("step %d skipped: its gradients overflowed%s", self.global_steps, now)
 
     # -- non-finite values -------------------------------------------------------------------------------------------
 
@@ -438,7 +438,7 @@ class TrainingEngine(CheckpointingEngine):
         The block runs the backward of `loss`. A loss on an accelerator is read after the block, whose updates wait for
         it: a wait before the block would let the device stand still until the host has issued the first kernels.
         """
-        if not self.config.infinity.check_nan or self.config.scales_loss:
+        if not self.config.infinity.check_nan or self.config.scales_loss or self._step.skips_overflows:
             yield
             return
         refused = len(self.updates.pipeline.refused)
@@ -551,6 +551,8 @@ class TrainingEngine(CheckpointingEngine):
         self.parts.store.end_backward()
         self._step.end_backward(counts=self.updates.collector.end_backward())
         self._reports.end(Phase.BACKWARD)
+        if self._step.averages_plain:  # DeepSpeed's front door, which refuses an unscaled loss at once
+            self._check_scaled()
 
     def _conclude_backward(self) -> None:
         """Drop the gradients of a backward that an exception cut short, and those accumulated before it."""

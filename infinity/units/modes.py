@@ -17,13 +17,18 @@ from infinity.errors import UsageError
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _pop_mode, _push_mode = torch._C._pop_torch_dispatch_stack, torch._C._push_on_torch_dispatch_stack
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_FUNCTORCH = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 _HOOKS_REFUSED = "don't yet support saved tensor hooks"
 """Part of the message of torch.func's error."""
 
 
 def in_derivative() -> bool:
-    """True if a torch.func transform other than vmap is active: its graphs do not use saved-tensor hooks."""
-    if not torch._C._are_functorch_transforms_active():
+    """True if a torch.func transform other than vmap is active: its graphs do not use saved-tensor hooks.
+
+    False in `outside_modes`, which suspends them.
+    """
+    if not torch._C._are_functorch_transforms_active() or _is_excluded(_FUNCTORCH):
         return False
     levels = torch._C._functorch.get_interpreter_stack() or ()
     return any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)

@@ -250,6 +250,18 @@ def test_threads_and_parameters_follow_deepspeed_in_its_dialect() -> None:
 # -- "auto" and null ---------------------------------------------------------------------------------------------------
 
 
+def test_deepspeeds_states_of_16_bits_are_mapped() -> None:
+    """bf16 masters are the exact remainder; values that are no switches, and other values set beside, are said."""
+    section = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    config = Config.load({"bf16": section})
+    assert (config.infinity.master, config.infinity.moments) == ("remainder", "bf16")
+    assert config.data_types.grad_accum_dtype == "bf16"
+    config = Config.load({"bf16": section, "infinity": {"moments": "8bit"}})
+    assert config.infinity.moments == "8bit" and "bf16.bf16_optimizer_states" in config.notes.ignored
+    assert Config.load({"bf16": {"bf16_optimizer_states": False}}).infinity.moments == "fp32"
+    assert "bf16.bf16_optimizer_states: must be true or false, not 1" in refusal({"bf16": {"bf16_optimizer_states": 1}})
+
+
 def test_values_are_read_as_in_deepspeed() -> None:
     """Reductions and dtypes in any case; an unknown warm-up is "log" in DeepSpeed's dialect and an error in ours."""
     config = Config.load({"gradient_allreduce_op": "SUM", "communication_data_type": "BF16"})

@@ -269,8 +269,9 @@ def test_leaf_modules_are_marked() -> None:
     assert utils.get_z3_leaf_modules(model) == blocks and utils.z3_leaf_module(blocks[1])
     assert utils.unset_z3_leaf_modules(model, ["Block"]) == blocks
     assert utils.get_z3_leaf_modules(model) == []
-    assert utils.set_z3_leaf_modules_by_name(model, ["blocks.1"]) == blocks[1:]
-    assert utils.set_z3_leaf_modules_by_suffix(model, ["s.0"]) == blocks[:1]
+    assert utils.set_z3_leaf_modules_by_name(model, ["blocks.1", "blocks.9"]) == (blocks[1:], ["blocks.9"])
+    assert utils.set_z3_leaf_modules_by_suffix(model, ["s.0", "s.8"]) == (blocks[:1], ["s.8"])
+    assert utils.set_z3_leaf_modules_by_name(model, ["other"], raise_if_not_found=False) == ([], ["other"])
     with pytest.raises(ValueError, match="Stack has no module Conv2d"):
         utils.set_z3_leaf_modules(model, [nn.Conv2d])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import infinity.deepspeed as deepspeed
 from infinity.deepspeed.runtime.zero import GatheredParameters
-from infinity.errors import InfinityError, UsageError
+from infinity.errors import InfinityError, RanksError, UsageError
 from multirank.cases import SAMPLES, global_batches, part
 from support.models import Stack, seeded
 
@@ -211,3 +212,31 @@ def built_apart(rank: int) -> str:
     except InfinityError as error:
         return str(error)
     return ""
+
+
+def tagged(rank: int, *, mode: str, folder: str) -> tuple[str, str]:
+    """Save under a tag of the rank's own. Return the kind of error, and the text of the file `latest`."""
+    config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}, "checkpoint": {"tag_validation": mode}}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+    error = ""
+    try:
+        engine.save_checkpoint(folder, tag=f"tag-{rank}")
+    except AssertionError as caught:
+        error = f"{isinstance(caught, RanksError)}: {caught}"
+    engine.destroy()
+    latest = Path(folder, "latest")
+    return error, latest.read_text() if latest.exists() else ""
+
+
+def derived(rank: int, *, stage: int) -> list[float]:
+    """Return a derivative through the engine on this rank only, after a step."""
+    engine, *_ = deepspeed.initialize(
+        model=seeded(lambda: nn.Linear(3, 1)),
+        config={"train_batch_size": 2, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": stage}},
+    )
+    engine.backward(engine(torch.ones(1, 3)).sum())
+    engine.step()
+    found = torch.func.grad(lambda x: engine(x).sum())(torch.ones(3)) if rank == 0 else torch.zeros(3)
+    weight = engine.module.weight.detach().clone()
+    engine.destroy()
+    return [*found.tolist(), *weight.flatten().tolist()]

@@ -127,3 +127,19 @@ def test_gathering_parameters_of_no_engine_changes_nothing(pair: Group) -> None:
     """Each rank keeps its own values of tensors that DeepSpeed does not partition."""
     for rank, seen in enumerate(pair.run(deepspeed_cases.gathered)):
         assert (seen["plain"] == rank).all() and (seen["tensor"] == rank).all()
+
+
+@pytest.mark.parametrize("mode", ["Ignore", "Warn", "Fail"])
+def test_tags_that_differ_by_rank(pair: Group, mode: str, tmp_path: Path) -> None:
+    """All ranks save under rank 0's tag, or all raise an error that names both."""
+    for error, latest in pair.run(deepspeed_cases.tagged, mode=mode, folder=str(tmp_path)):
+        if mode == "Fail":
+            assert error.startswith("True: the ranks save under different tags: rank 0 'tag-0', rank 1 'tag-1'")
+        assert latest == ("" if mode == "Fail" else "tag-0") and bool(error) is (mode == "Fail")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_derivative_on_one_rank(pair: Group, stage: int) -> None:
+    """Below stage 3 the parameters are whole, so that a derivative by torch.func is no collective."""
+    seen = pair.run(deepspeed_cases.derived, stage=stage)
+    assert seen[0][:3] == seen[0][3:] == seen[1][3:]

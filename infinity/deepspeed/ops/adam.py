@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -16,6 +16,9 @@ class DeepSpeedCPUAdam(CPUAdam):
     bias_correction: must be True. amsgrad: must be False. fp32_optimizer_states: False keeps moments in bf16, which
     are rounded stochastically. Raises ConfigError.
     """
+
+    moments_arguments: ClassVar = {"fp32": "fp32_optimizer_states=True", "bf16": "fp32_optimizer_states=False"}
+    """Format of moments → the argument that sets it."""
 
     def __init__(
         self,

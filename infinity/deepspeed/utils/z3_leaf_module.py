@@ -43,16 +43,33 @@ def unset_z3_leaf_modules(
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark and return the modules with given names in `named_modules`. Raises ValueError if there is none."""
-    return _mark(model, lambda name, _: name in module_names, True, module_names, raise_if_not_found)
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules with given names in `named_modules`. Return them, and the names that no module has.
+
+    Raises ValueError if there is no module.
+    """
+    return _mark_named(model, str.__eq__, module_names, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, suffix_list: Sequence[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark and return the modules whose names end in one of `suffix_list`. Raises ValueError if there is none."""
-    return _mark(model, lambda name, _: name.endswith(tuple(suffix_list)), True, suffix_list, raise_if_not_found)
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules whose names end in one of `suffix_list`. Return them, and the suffixes that no name has.
+
+    Raises ValueError if there is no module.
+    """
+    return _mark_named(model, str.endswith, suffix_list, raise_if_not_found)
+
+
+def _mark_named(
+    model: nn.Module, fits: Callable[[str, str], bool], wanted: Sequence[str], required: bool
+) -> tuple[list[nn.Module], list[str]]:
+    def matches(name: str, _: nn.Module) -> bool:
+        return any(fits(name, each) for each in wanted)
+
+    names = [name for name, _ in model.named_modules()]
+    missing = [each for each in wanted if not any(fits(name, each) for name in names)]
+    return _mark(model, matches, True, wanted, required), missing
 
 
 def _of_class(classes: Sequence[type | str]) -> Callable[[str, nn.Module], bool]:
