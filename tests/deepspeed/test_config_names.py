@@ -210,6 +210,17 @@ def test_fused_lion_trains_in_an_engine(opens: Any) -> None:
     assert engine.optimizer.rule == "lion" and engine.get_lr() == [1e-2]
 
 
+@pytest.mark.parametrize("kind", ["CPUAdam", "CPUAdagrad", "CPULion", "FusedAdam", "FusedLion"])
+def test_builders_of_optimizers_name_the_class(kind: str) -> None:
+    """A builder is compatible, and its `load` names an optimizer that exists."""
+    builder = getattr(deepspeed.ops.op_builder, f"{kind}Builder")()
+    assert builder.is_compatible() and builder.NAME.replace("_", "") == kind.lower()
+    with pytest.raises(UsageError, match=r"use deepspeed\.ops\.") as caught:
+        builder.load()
+    module, _, name = str(caught.value).rpartition("deepspeed.ops.")[2].partition(".")
+    assert issubclass(getattr(getattr(deepspeed.ops, module), name), torch.optim.Optimizer)
+
+
 def test_sub_groups_of_the_cpus_adam_are_refused() -> None:
     optimizer = DeepSpeedCPUAdam([nn.Parameter(torch.zeros(3))])
     for call in (optimizer.step_subgroup, optimizer.rollback_subgroup):

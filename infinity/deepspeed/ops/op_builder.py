@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 from infinity.deepspeed.ops import aio_handle
 from infinity.errors import UsageError
@@ -36,6 +36,45 @@ class GDSBuilder:
         )
 
 
+class _OfOptimizer:
+    """An optimizer's kernels, which are compiled with the package or torch's. `load` raises UsageError."""
+
+    NAME: ClassVar[str]
+    CLASS: ClassVar[str]
+    """The class below `deepspeed.ops` that uses them."""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return True
+
+    def load(self, verbose: bool = False) -> NoReturn:
+        raise UsageError(f"{type(self).__name__}().load() has no counterpart here: use deepspeed.ops.{self.CLASS}")
+
+
+class CPUAdamBuilder(_OfOptimizer):
+    NAME = "cpu_adam"
+    CLASS = "adam.DeepSpeedCPUAdam"
+
+
+class CPUAdagradBuilder(_OfOptimizer):
+    NAME = "cpu_adagrad"
+    CLASS = "adagrad.DeepSpeedCPUAdagrad"
+
+
+class CPULionBuilder(_OfOptimizer):
+    NAME = "cpu_lion"
+    CLASS = "lion.DeepSpeedCPULion"
+
+
+class FusedAdamBuilder(_OfOptimizer):
+    NAME = "fused_adam"
+    CLASS = "adam.FusedAdam"
+
+
+class FusedLionBuilder(_OfOptimizer):
+    NAME = "fused_lion"
+    CLASS = "lion.FusedLion"
+
+
 def __getattr__(name: str) -> Any:
     if name.endswith("Builder"):
         raise AttributeError(
@@ -45,4 +84,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["AsyncIOBuilder", "GDSBuilder"]
+__all__ = [
+    "AsyncIOBuilder",
+    "CPUAdagradBuilder",
+    "CPUAdamBuilder",
+    "CPULionBuilder",
+    "FusedAdamBuilder",
+    "FusedLionBuilder",
+    "GDSBuilder",
+]
