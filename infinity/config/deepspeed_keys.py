@@ -39,7 +39,11 @@ _TOP_LEVEL: dict[str, Entry] = {
     "disable_allgather": no_effect("a unit is gathered when it is used"),
     "allgather_size": no_effect("a unit is gathered whole; infinity.unit_size sets its size", 5e8),
     "zero_allow_untested_optimizer": no_effect("every optimizer that is not refused by name is tested"),
-    "zero_force_ds_cpu_optimizer": no_effect(_ADAM, True),
+    "zero_force_ds_cpu_optimizer": no_effect(
+        "read by Accelerate and Trainer: unless it is false, they replace the script's optimizer by DeepSpeedCPUAdam "
+        "if offload_optimizer is set",
+        True,
+    ),
     "memory_breakdown": no_effect(_WATCH),
     "dump_state": no_effect(_WATCH),
     "timers": no_effect(_WATCH, whole=True),

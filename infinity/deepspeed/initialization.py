@@ -14,6 +14,7 @@ import infinity.engine.initialize as engines
 from infinity.deepspeed.checks import FailedModelCheck, config_checks
 from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.engine import DeepSpeedEngine
+from infinity.deepspeed.front_ends import check_processes
 from infinity.deepspeed.module import EngineModule
 from infinity.deepspeed.parameter_names import answer
 from infinity.deepspeed.settings import in_dtype_of, make_config, read_settings, tag_validation
@@ -72,6 +73,7 @@ def initialize(
     settings = read_settings(config_source(args, config, config_params))
     tag_validation(settings)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    check_processes()
     _take_from_engine(model)
     trains = optimizer is not None or settings.get("optimizer") is not None
     config_of_model = make_config(in_dtype_of(model, settings) if trains else settings, model)

@@ -80,8 +80,8 @@ class BaseEngine(ABC):
             logger.info("units and where their states live\n%s", self.describe())
 
     @abstractmethod
-    def _on_forward(self) -> None:
-        """Called when an outermost forward of the root module begins, outside of any backward."""
+    def _on_forward(self, arguments: object) -> None:
+        """Called with (args, kwargs) when an outermost forward of the root module begins, outside of any backward."""
 
     def _on_entry(self) -> None:
         """Called when an outermost forward of any module that holds units begins, outside of any backward."""

@@ -75,7 +75,7 @@ class InferenceEngine(BaseEngine):
         while self._frozen:
             self._frozen.pop().requires_grad_(True)
 
-    def _on_forward(self) -> None:
+    def _on_forward(self, arguments: object) -> None:
         self.parts.store.tracer.begin("with gradients" if torch.is_grad_enabled() else "without")
 
     def _on_backward_end(self) -> None:

@@ -32,6 +32,7 @@ from infinity.engine.optimizer import (
 )
 from infinity.engine.platform import MACHINE, Platform
 from infinity.engine.reports import Losses, StepFacts, StepReports, monitor_of
+from infinity.engine.same_batches import FirstBatches
 from infinity.engine.step import Call, after_a_failed_backward, changed_during_update, unscaled_loss
 from infinity.engine.tier_states import TierStates
 from infinity.engine.wiring import assemble, plan_model
@@ -112,6 +113,7 @@ class TrainingEngine(CheckpointingEngine):
         """Number of steps, included in `global_steps`, that were skipped because their gradients overflowed (fp16)."""
         self._grad_norm = GradNorm()
         self._schedule = ScheduleArguments()
+        self._first_batches = FirstBatches(ranks)
         self._loss = torch.tensor(math.nan)
         self._loss_reader = None if seam.host_addressable else LossReader(seam)
         assert parts.training is not None
@@ -344,6 +346,7 @@ class TrainingEngine(CheckpointingEngine):
         parts = self.parts
         self.updates.updater.hypers = self._step_hypers()
         self._send_all()
+        self._first_batches.compare()
         if self._make_due():
             self.updates.updater.count_edits()
             self._end_step()
@@ -522,9 +525,10 @@ class TrainingEngine(CheckpointingEngine):
 
     # -- callbacks of the hooks --------------------------------------------------------------------------------------
 
-    def _on_forward(self) -> None:
+    def _on_forward(self, arguments: object) -> None:
         if torch.is_grad_enabled():
             self._additions.check()
+            self._first_batches.see(arguments)
         self._check_readable("the model was called")
         self._reports.compute("forward")
         training = torch.is_grad_enabled()

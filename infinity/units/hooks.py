@@ -116,9 +116,9 @@ def _refuse_script() -> NoReturn:
 class ModelHooks:
     """Installs all hooks on a model; `remove` removes them.
 
-    on_forward: called when a forward of the root begins. on_entry: called when a forward of any module that holds units
-    begins, the root included. Both are called for outermost forwards only, and outside of any backward.
-    around: returns the function to call in place of the root's own forward; None: that forward.
+    on_forward: called with the arguments, (args, kwargs), when a forward of the root begins. on_entry: called when a
+    forward of any module that holds units begins, the root included. Both are called for outermost forwards only, and
+    outside of any backward. around: returns the function to call in place of the root's own forward; None: that one.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ModelHooks:
         units_of_module: dict[nn.Module, list[Unit]],
         store: UnitStore,
         coming: ComingGradients,
-        on_forward: Callable[[], None],
+        on_forward: Callable[[object], None],
         on_entry: Callable[[], None],
         around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
@@ -238,7 +238,7 @@ class ModelHooks:
             try:
                 installed = scope.enter(self.check_entry)
                 if is_root and scope.depth == 1 and torch._C._current_graph_task_id() == -1:
-                    self._on_forward()
+                    self._on_forward((args, kwargs))
                     coming.begin_forward((args, kwargs))
                 for unit in units:
                     if not self._replaced or self._replaced[unit.index] < self._members[unit.index]:

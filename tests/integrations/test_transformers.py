@@ -130,3 +130,30 @@ def test_two_ranks(tmp_path: Path, results: dict[str, Any]) -> None:
         assert run["ranks"]["world"] == "2"
         for stage in ("2", "3"):
             check_equal(run["ranks"][stage], plain["wide"])
+
+
+def test_the_documented_command(tmp_path: Path) -> None:
+    """Two ranks on the CPU without --use_cpu have different data, and the losses of one rank with larger batches."""
+    (plain,) = measure("trainer_script.py", tmp_path, "wide")
+    runs = [run["documented"] for run in measure("trainer_script.py", tmp_path, "documented", launcher=TWO_RANKS)]
+    assert all(isinstance(run, dict) for run in runs), runs
+    assert [run.pop("of") for run in runs] == [[0, 2], [1, 2]]
+    for run in runs:
+        check_equal(run, plain["wide"])
+
+
+def test_optimizers_that_accelerate_replaces(tmp_path: Path) -> None:
+    """Each trains as without an engine, or is refused by its name."""
+    (found,) = measure("trainer_script.py", tmp_path, "optimizers")
+    results = found["optimizers"]
+    assert isinstance(results, dict), results
+    plain, forced, free = results["sgd"]
+    assert "param_groups of SGD" in forced and '"zero_force_ds_cpu_optimizer": false' in forced
+    assert free == pytest.approx(plain, rel=1e-4)
+    plain, *both = results["adagrad"]
+    for run in both:
+        assert run == pytest.approx(plain, rel=1e-4)
+    for name, optim in (("RMSprop", "rmsprop"), ("Adafactor", "adafactor")):
+        _, forced, free = results[optim]
+        assert f"An engine does not have the update of {name}" in forced
+        assert f"{name}, whose update an engine does not have" in free

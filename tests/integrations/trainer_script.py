@@ -11,6 +11,8 @@ from hugging_face import gpt2, rows, run_cases
 from torch import nn
 from transformers import GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
+from infinity.errors import ConfigError
+
 CONFIGS = Path(__file__).parents[1] / "config" / "public"
 GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
 
@@ -239,6 +241,35 @@ def wide(folder: Path) -> Any:
 def ranks(folder: Path) -> Any:
     """Stages on the ranks that this was started with; the losses of every rank are equal."""
     return {str(stage): trained(trainer(folder, auto(stage))) for stage in (2, 3)} | {"world": os.environ["WORLD_SIZE"]}
+
+
+def documented(folder: Path) -> Any:
+    """The config of docs/huggingface.md, without the setting that selects the CPU."""
+    config = json.loads(_first_block(Path(__file__).parents[2] / "docs" / "huggingface.md", "json"))
+    for name in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][name]["nvme_path"] = str(folder)
+    run = trainer(folder, config, use_cpu=False)
+    return trained(run) | {"of": [run.args.process_index, run.args.world_size]}
+
+
+def _first_block(page: Path, language: str) -> str:
+    return page.read_text().split(f"```{language}\n")[1].split("```")[0]
+
+
+def optimizers(folder: Path) -> Any:
+    """optim → (losses of a plain run, those with the state on the host and by force or not; or an error's text)."""
+    found: dict[str, Any] = {}
+    for optim in ("sgd", "rmsprop", "adafactor", "adagrad"):
+        outcomes: list[Any] = [trained(trainer(folder, optim=optim))["loss"]]
+        for forced in (True, False):
+            config = auto(2, optimizer=False, offload_optimizer={"device": "cpu"})
+            config |= {} if forced else {"zero_force_ds_cpu_optimizer": False}
+            try:
+                outcomes.append(trained(trainer(folder, config, optim=optim))["loss"])
+            except ConfigError as error:
+                outcomes.append(str(error))
+        found[optim] = outcomes
+    return found
 
 
 if __name__ == "__main__":

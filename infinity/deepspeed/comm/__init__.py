@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp as ReduceOp
 
 from infinity.comm.join import join_process_group
+from infinity.deepspeed.front_ends import name_backend
 from infinity.errors import UsageError
 from infinity.inputs import number_of
 
@@ -71,6 +72,19 @@ def init_distributed(
     """
     if dist.is_initialized():
         return
+    _join(dist_backend, distributed_port, timeout, init_method, dist_init_required, rank, world_size)
+    name_backend()
+
+
+def _join(
+    dist_backend: str | None,
+    distributed_port: int,
+    timeout: timedelta,
+    init_method: str | None,
+    dist_init_required: bool | None,
+    rank: int,
+    world_size: int,
+) -> None:
     if dist_init_required is False:
         raise UsageError(
             "dist_init_required is False, but torch.distributed is not initialized: call init_process_group() first, "

@@ -9,7 +9,10 @@ from infinity.errors import ConfigError
 
 
 class DeepSpeedCPUAdagrad(FlatOptimizer):
-    """Adagrad (Duchi, Hazan & Singer 2011) for parameters in host memory, with DeepSpeed's arguments and defaults."""
+    """Adagrad (Duchi, Hazan & Singer 2011) for parameters in host memory, with DeepSpeed's arguments and defaults.
+
+    adamw_mode: no effect; Accelerate passes it to every optimizer of DeepSpeed's.
+    """
 
     update_rule = "adagrad"
 
@@ -21,6 +24,8 @@ class DeepSpeedCPUAdagrad(FlatOptimizer):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
+        *,
+        adamw_mode: bool = False,
     ) -> None:
         if amsgrad:
             raise ConfigError("amsgrad is True, which Adagrad does not have: leave it out")

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from infinity.deepspeed.front_ends import check_groups
 from infinity.errors import ConfigError, UsageError
 from infinity.optim.cpu_optimizer import CPUAdam
 
@@ -14,7 +15,7 @@ class DeepSpeedCPUAdam(CPUAdam):
     """AdamW for parameters in host memory, or Adam if adamw_mode is False, with DeepSpeed's arguments and defaults.
 
     bias_correction: must be True. amsgrad: must be False. fp32_optimizer_states: False keeps moments in bf16, which
-    are rounded stochastically. Raises ConfigError.
+    are rounded stochastically. Raises ConfigError, for param_groups of another optimizer too.
     """
 
     moments_arguments: ClassVar = {"fp32": "fp32_optimizer_states=True", "bf16": "fp32_optimizer_states=False"}
@@ -33,6 +34,8 @@ class DeepSpeedCPUAdam(CPUAdam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         _check(bias_correction)
+        model_params = list(model_params)
+        check_groups(model_params)
         moments = "fp32" if fp32_optimizer_states else "bf16"
         super().__init__(
             model_params,

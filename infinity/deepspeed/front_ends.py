@@ -1,0 +1,75 @@
+"""Accelerate's view of ranks without an accelerator, and the optimizers that it replaces.
+
+Accelerate 1.15 chooses no backend there, unless it is told to use the CPU. It then takes each rank for the only
+process, although it has initialized a process group through DeepSpeed's interface: every rank would train on the same
+data.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from infinity.errors import ConfigError, UsageError
+
+
+def name_backend() -> None:
+    """Give an Accelerate state that is being built the backend of the process group, if it chose none."""
+    state = _state()
+    if "num_processes" not in state and state.get("backend", "") is None:
+        state["backend"] = dist.get_backend()
+
+
+def check_processes() -> None:
+    """Raise UsageError if Accelerate counts fewer processes than the process group has ranks."""
+    counted = _state().get("num_processes")
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if counted is not None and counted < ranks:
+        raise UsageError(
+            f"Accelerate counts {counted} process, but the process group has {ranks} ranks, so that every rank would "
+            "train on the same data. Trainer: pass --use_cpu true --ddp_backend gloo. Accelerator: pass "
+            'kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]. Do not call init_process_group() before either.'
+        )
+
+
+_KEYS_OF = {
+    "SGD": ("nesterov", "dampening"),
+    "RMSprop": ("alpha", "centered"),
+    "Adafactor": ("scale_parameter", "clip_threshold", "decay_rate"),
+    "Adagrad": ("lr_decay", "initial_accumulator_value"),
+    "Adadelta": ("rho",),
+    "Rprop": ("etas", "step_sizes"),
+    "NAdam": ("momentum_decay",),
+}
+"""Optimizer → keys of its param_groups that Adam lacks."""
+_USED = ("SGD", "Adagrad")
+"""Optimizers of which an engine has the update."""
+
+
+def check_groups(params: Any) -> None:
+    """Raise ConfigError for param_groups of an optimizer other than Adam, which DeepSpeedCPUAdam would replace.
+
+    Accelerate constructs it from the groups of any optimizer if the config has `offload_optimizer`.
+    """
+    groups = params if isinstance(params, (list, tuple)) else ()
+    keys = {key for group in groups if isinstance(group, dict) for key in group}
+    for name, own in _KEYS_OF.items():
+        found = [key for key in own if key in keys]
+        if found:
+            fix = f'Set "zero_force_ds_cpu_optimizer": false in the config, so that {name} itself is used'
+            if name not in _USED:
+                fix = f"An engine does not have the update of {name}"
+            raise ConfigError(
+                f"DeepSpeedCPUAdam was given the param_groups of {name} (with {', '.join(found)}), and would train "
+                "with Adam in its place. Accelerate and Trainer do so for every optimizer if the config has "
+                f"offload_optimizer. {fix}, or choose AdamW (--optim adamw_torch)."
+            )
+
+
+def _state() -> dict[str, Any]:
+    """Return the attributes of Accelerate's PartialState; empty if it is not loaded or not being built."""
+    loaded = sys.modules.get("accelerate.state")
+    shared: dict[str, Any] = getattr(getattr(loaded, "PartialState", None), "_shared_state", {})
+    return shared
