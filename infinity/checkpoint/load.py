@@ -103,15 +103,17 @@ def load_parameters(
     saved: SavedStates,
     replacing: AbstractContextManager[None],
     *,
+    strict: bool,
     verify: bool,
 ) -> dict[str, Any]:
     """Load parameters and buffers only, cast to the dtypes of the units. Return the client_state.
 
-    replacing: entered before the first change. verify: first compare all files with their checksums. Raises
-    CheckpointError before any change.
+    replacing: entered before the first change. strict: raise CheckpointError if the model and the saved states have
+    different parameters; otherwise those that one lacks are ignored. verify: first compare all files with their
+    checksums. Raises CheckpointError before any change.
     """
     pieces = saved.pieces(parts.units, model)
-    _check_parameters(parts.units, pieces, saved.index, saved.path, trained=False)
+    _check_parameters(parts.units, pieces, saved.index, saved.path, trained=False, strict=strict)
     saved.check(parts.ranks, verify=verify)
     buffers = match_buffers(model, saved.buffers(), saved.path)
     client_state = saved.client_state()
@@ -261,10 +263,13 @@ def _value(saved: SavedStates, piece: Piece) -> torch.Tensor:
 
 def _read_parameters(parts: ModelParts, saved: SavedStates, pieces: PieceOf, unit: Unit) -> torch.Tensor:
     """Return the unit's flat tensor (numel,) in its dtype: masters rounded as in training, frozen parameters cast."""
-    layout = unit.layout
-    flat = flat_tensor(layout.numel, layout.dtype)
+    layout, entries = unit.layout, saved.index.parameters
+    complete = all(pieces[slot.name].name in entries for slot in layout.slots)
+    flat = flat_tensor(layout.numel, layout.dtype) if complete else parts.states.read_param(layout)
     for slot, parameter in zip(layout.slots, unit.parameters, strict=True):
         piece = pieces[slot.name]
+        if piece.name not in entries:
+            continue
         value = _value(saved, piece)
         if saved.index.parameters[piece.name].trainable and layout.dtype == torch.bfloat16:
             value = split_master(value)[0]

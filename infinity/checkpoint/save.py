@@ -39,14 +39,14 @@ def save(
     *,
     background: bool = False,
     latest: bool = True,
-    frozen: bool = True,
+    leaves_out: Callable[[nn.Parameter], bool] = lambda parameter: False,
     committed: Committed | None = None,
 ) -> Path:
     """Write directory/tag and return its path. Collective; all states must be in their tiers, and rank 0 writes.
 
     Peak memory is a few times one unit's states. tag: None means "global_step<N>". background: return once everything
-    except the states of units is captured; `saver` completes the save. latest: update the file `latest`. frozen:
-    include parameters that do not require gradients. committed: the present states in files of a durable run, which
+    except the states of units is captured; `saver` completes the save. latest: update the file `latest`.
+    leaves_out: return whether a parameter is not saved. committed: the present states in files of a durable run, which
     are copied if every rank has them; otherwise states are read from their tiers. Raises on every rank: RanksError if
     ranks pass different folders, CheckpointError if writing failed. The previous checkpoint is untouched then.
     """
@@ -58,7 +58,7 @@ def save(
     started = False
     try:
         together(channel, lambda: writer.open() if writer is not None else None)
-        snapshot = capture(parts, model, run, channel, packed, latest=latest, frozen=frozen)
+        snapshot = capture(parts, model, run, channel, packed, latest=latest, leaves_out=leaves_out)
         states = replace(parts.states, ranks=channel)
         write = partial(write_states, snapshot, states, channel, writer)
         layouts = [unit.layout for unit in parts.units]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -53,14 +54,15 @@ def capture(
     client_state: bytes,
     *,
     latest: bool,
-    frozen: bool,
+    leaves_out: Callable[[nn.Parameter], bool],
 ) -> Snapshot:
+    """leaves_out: return whether a parameter is not saved."""
     entries: dict[str, Entry] = {}
     divided, pieces, found = {}, {}, Pieces(model)
     for unit in parts.units:
         dtype = str(unit.layout.dtype).removeprefix("torch.")
         for slot, parameter, step in zip(unit.layout.slots, unit.parameters, unit.steps, strict=True):
-            if not (frozen or parameter.requires_grad):
+            if leaves_out(parameter):
                 continue
             piece = pieces[slot.name] = found.of(slot.name, parameter)
             file = f"tiled-{len(entries):05d}.safetensors" if piece.place else unit_file(unit.layout)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from infinity.deepspeed.parameter_offload import DeepSpeedZeRoOffload
 from infinity.deepspeed.states import SavingEngine
 from infinity.engine.base import BaseEngine
 from infinity.engine.loss_check import check_scalar
+from infinity.engine.reports import monitor_of
 from infinity.errors import UsageError
 from infinity.observe.monitor import Monitor
 
@@ -60,6 +62,10 @@ class DeepSpeedEngine(SavingEngine):
         self.micro_steps = 0
         """Number of calls of `step`."""
         self._step_applied = False
+        self._boundary: bool | None = None
+        """Value of `set_gradient_accumulation_boundary` without an optimizer."""
+        self._scheduler: Any = None
+        """Value of `lr_scheduler` without an optimizer."""
         self.training_data = training_data
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
 
@@ -76,16 +82,25 @@ class DeepSpeedEngine(SavingEngine):
     @property
     def lr_scheduler(self) -> Any:
         """The scheduler that `step` advances; None without one."""
-        return self._trainer.lr_scheduler if self._trainer is not None else None
+        return self._trainer.lr_scheduler if self._trainer is not None else self._scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
-        self.training_engine.lr_scheduler = scheduler
+        if self._trainer is not None:
+            self._trainer.lr_scheduler = scheduler
+        self._scheduler = scheduler
 
-    @property
+    @cached_property
     def monitor(self) -> Monitor:
         """Writers of the config's monitors: `monitor.write_events([(tag, value, samples)])` adds events."""
-        return self.training_engine.monitor
+        if self._trainer is not None:
+            return self._trainer.monitor
+        return monitor_of(self._engine.config, main=self._engine.ranks.is_main_rank)
+
+    def destroy(self) -> None:
+        super().destroy()
+        if self._trainer is None and "monitor" in vars(self):
+            self.monitor.close()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. In a derivative by torch.func, below stage 3: on copies of the parameters."""
@@ -141,30 +156,37 @@ class DeepSpeedEngine(SavingEngine):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without an update; see `TrainingEngine.no_sync`."""
-        with self.training_engine.no_sync():
+        """Accumulate gradients without an update; see `TrainingEngine.no_sync`. No-op without an optimizer."""
+        with nullcontext() if self._trainer is None else self._trainer.no_sync():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step consumed. Raises UsageError between the micro-batches of a step."""
-        self.training_engine.optimizer.zero_grad(set_to_none)
+        if self._trainer is not None:
+            self._trainer.optimizer.zero_grad(set_to_none)
+        else:
+            self.module.zero_grad(set_to_none)
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """No-op, since gradients are reduced during backward or in `step`."""
-        self.training_engine  # noqa: B018 - raises without an optimizer
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return True if the present micro-batch is the last of its step."""
-        return self.training_engine.is_gradient_accumulation_boundary()
+        if self._trainer is not None:
+            return self._trainer.is_gradient_accumulation_boundary()
+        if self._boundary is not None:
+            return self._boundary
+        return self.managed_gradient_accumulation() and self.gradient_accumulation_steps() == 1
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide, for the backwards and steps that follow, whether they end a step. Call it before forward.
 
         Raises UsageError if managed_gradient_accumulation is false, and for False where `no_sync` raises it.
         """
-        engine = self.training_engine
-        with usage_checks():
-            engine.set_gradient_accumulation_boundary(is_boundary)
+        if self._trainer is not None:
+            with usage_checks():
+                self._trainer.set_gradient_accumulation_boundary(is_boundary)
+        self._boundary = bool(is_boundary)
 
     def was_step_applied(self) -> bool:
         """Return True if the last `step` changed parameters: at a boundary, without overflow."""
@@ -176,19 +198,11 @@ class DeepSpeedEngine(SavingEngine):
 
     # -- counts and sizes ----------------------------------------------------------------------------------------------
 
-    @property
-    def global_steps(self) -> int:
-        return self.training_engine.global_steps
-
-    @property
-    def skipped_steps(self) -> int:
-        return self.training_engine.skipped_steps
-
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self.training_engine.batch.micro
+        return self._batch.micro
 
     def gradient_accumulation_steps(self) -> int:
-        return self.training_engine.batch.accumulation
+        return self._batch.accumulation
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Return train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps."""
@@ -219,8 +233,10 @@ class DeepSpeedEngine(SavingEngine):
         return [group.get(name, 0.0) for group in self._trainer.optimizer.param_groups] if self._trainer else []
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's gradient before clipping; see `TrainingEngine.grad_norm`."""
-        return self.training_engine.grad_norm
+        """Return the norm of the last step's gradient before clipping; see `TrainingEngine.grad_norm`. None without an
+        optimizer.
+        """
+        return None if self._trainer is None else self._trainer.grad_norm
 
     # -- data ----------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,11 +18,15 @@ from infinity.deepspeed.reports import ReportingEngine
 from infinity.deepspeed.settings import tag_validation
 from infinity.engine.base import BaseEngine
 from infinity.engine.gather import set_full_fp32_param
+from infinity.engine.inference import InferenceEngine
 from infinity.engine.training import TrainingEngine
 from infinity.engine.weights_file import save_weights
 from infinity.errors import UsageError
 from infinity.nn.pieces import Piece, Pieces
 from infinity.observe.log import logger
+
+if TYPE_CHECKING:
+    from infinity.config.batch import Batch
 
 
 class SavingEngine(ReportingEngine):
@@ -31,6 +35,7 @@ class SavingEngine(ReportingEngine):
     def __init__(self, engine: BaseEngine, settings: Mapping[str, Any]) -> None:
         super().__init__(engine, settings)
         self._trainer = engine if isinstance(engine, TrainingEngine) else None
+        self._runner = engine if isinstance(engine, InferenceEngine) else None
         self.global_samples = 0
         """Number of samples in all steps so far."""
 
@@ -44,9 +49,25 @@ class SavingEngine(ReportingEngine):
             )
         return self._trainer
 
+    @property
+    def global_steps(self) -> int:
+        """Steps so far, in all; without an optimizer, those of the loaded checkpoint."""
+        return (self._runner or self.training_engine).global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps so far that an overflow skipped; without an optimizer, those of the loaded checkpoint."""
+        return (self._runner or self.training_engine).skipped_steps
+
+    @property
+    def _batch(self) -> Batch:
+        """Batch sizes of the config. Raises ConfigError if it has none, without which an engine may run a model."""
+        if self._trainer is not None:
+            return self._trainer.batch
+        return self._engine.config.resolve_batch(self.dp_world_size)
+
     def train_batch_size(self) -> int:
-        batch = self.training_engine.batch
-        return batch.micro * batch.accumulation * self.dp_world_size
+        return self._batch.micro * self._batch.accumulation * self.dp_world_size
 
     def module_state_dict(
         self,
@@ -114,11 +135,14 @@ class SavingEngine(ReportingEngine):
         save_latest: update the file `latest`, which `load_checkpoint` reads without a tag. exclude_frozen_parameters:
         leave out parameters that do not require gradients; load such a checkpoint with load_module_strict=False. Tags
         that differ between ranks: rank 0's is used, with a warning; see `checkpoint.tag_validation`.
+
+        Without an optimizer, it has the parameters and buffers; an engine with one loads it with load_module_only=True.
         """
         if not save_dir:
             raise WrongValue(f"save_dir is {save_dir!r}: pass the path of a folder")
         name = self._agreed(f"global_step{self.global_steps}" if tag is None else str(tag))
-        self.training_engine.save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters)
+        engine = self._runner or self.training_engine
+        engine.save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters)
         if self._engine.ranks.is_main_rank:
             write_script(Path(save_dir))
         return True
@@ -161,6 +185,7 @@ class SavingEngine(ReportingEngine):
         load_optimizer_states: False: keep the present moments, hyper-parameters and loss scale.
         load_lr_scheduler_states: False: keep the present state of the scheduler. load_module_only: load parameters and
         buffers only, and keep the counts of steps. Parameters have the values of the fp32 masters in every case.
+        Without an optimizer, parameters, buffers and counts are loaded.
         custom_load_fn is refused.
         """
         if custom_load_fn is not None:
@@ -172,6 +197,9 @@ class SavingEngine(ReportingEngine):
         if tag is None and not (Path(load_dir) / LATEST).is_file():
             logger.warning("no checkpoint was loaded: %s has no file %r; pass a tag", load_dir, LATEST)
             return None, None
+        if self._runner is not None:
+            path, client_state = self._runner.load_checkpoint(load_dir, tag, strict=load_module_strict)
+            return str(path), client_state
         engine = self.training_engine
         folder, client_state = engine.load_checkpoint(
             load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
@@ -260,7 +288,8 @@ class SavingEngine(ReportingEngine):
 
     def _frozen(self) -> set[str]:
         pieces = Pieces(self.module)
-        return {pieces.of(name, p).name for name, p in self.module.named_parameters() if not p.requires_grad}
+        named = self.module.named_parameters()
+        return {pieces.of(name, p).name for name, p in named if self._engine.is_frozen(p)}
 
 
 def _part(value: torch.Tensor, piece: Piece) -> torch.Tensor:

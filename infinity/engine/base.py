@@ -207,6 +207,14 @@ class BaseEngine(ABC):
         """Return `stream_state_dict()` as a dict. Needs host memory for the whole model on every rank."""
         return dict(self.stream_state_dict())
 
+    def is_frozen(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter of the model is not trained by the script."""
+        return not parameter.requires_grad
+
+    def left_out(self, exclude_frozen: bool) -> Callable[[nn.Parameter], bool]:
+        """Return the function that selects parameters which a file of the model omits."""
+        return self.is_frozen if exclude_frozen else lambda parameter: False
+
     # -- shutdown ----------------------------------------------------------------------------------------------------
 
     def close(self, *, restore: bool = False) -> None:

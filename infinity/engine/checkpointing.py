@@ -91,7 +91,7 @@ class CheckpointingEngine(BaseEngine):
             state,
             background=background,
             latest=save_latest,
-            frozen=not exclude_frozen_parameters,
+            leaves_out=self.left_out(exclude_frozen_parameters),
             committed=None if durable is None else durable.committed(run),
         )
 

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
+from infinity.checkpoint.background import Saver
 from infinity.checkpoint.load import load_parameters
+from infinity.checkpoint.parts import Run
+from infinity.checkpoint.save import save
 from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
-from infinity.durable.source import open_saved
+from infinity.durable.source import check_no_run, open_saved
 from infinity.engine.base import BaseEngine
 from infinity.engine.wiring import assemble, plan_model
 from infinity.errors import ModelError, UsageError
@@ -49,6 +52,8 @@ class InferenceEngine(BaseEngine):
         # Unsharded parameters are replicated, and ranks exchange nothing.
         sharded = Sharding.of(config.zero_optimization.stage).params
         ranks = Communicator(seam, sharded=sharded, group=process_group, rank_timeout=config.infinity.rank_timeout)
+        self.global_steps = self.skipped_steps = 0
+        """Steps of the run whose checkpoint was loaded, in all and skipped; 0 before."""
         with ranks.construction(), ExitStack() as undo:
             self._frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
             undo.callback(self._unfreeze)
@@ -82,20 +87,65 @@ class InferenceEngine(BaseEngine):
         pass
 
     def load_checkpoint(
-        self, directory: str | Path, tag: str | None = None, *, verify: bool = True
+        self, directory: str | Path, tag: str | None = None, *, strict: bool = True, verify: bool = True
     ) -> tuple[Path, dict[str, Any]]:
-        """Load the parameters and buffers of directory/tag (default: the checkpoint named by `latest`), saved by a
-        training engine with any ranks, tiers or units. The folder of a durable run (infinity.durable) loads its last
-        commit. Optimizer states and progress are ignored.
+        """Load the parameters and buffers of directory/tag (default: the checkpoint named by `latest`), saved by an
+        engine with any ranks, tiers or units. The folder of a durable run (infinity.durable) loads its last commit.
+        Optimizer states are ignored.
 
-        Masters are rounded to bf16 half away from zero, as in training, and cast to other dtypes. verify: first read
-        all files once to compare their checksums. Returns the checkpoint's path and its client_state. Raises
-        CheckpointError, before any change, if it is missing, damaged or of another model.
+        Masters are rounded to bf16 half away from zero, as in training, and cast to other dtypes. strict: False: ignore
+        parameters that only the model or only the checkpoint has. verify: first read all files once to compare their
+        checksums. Returns the checkpoint's path and its client_state. Raises CheckpointError, before any change, if it
+        is missing, damaged or of another model.
         """
         self.settle()
         with open_saved(self.ranks, directory, tag) as saved, self._failing():
             replacing = self._replacing(saved.path)
-            return saved.path, load_parameters(self.parts, self.module, saved, replacing, verify=verify)
+            client_state = load_parameters(self.parts, self.module, saved, replacing, strict=strict, verify=verify)
+            self.global_steps, self.skipped_steps = saved.index.global_steps, saved.index.skipped_steps
+            return saved.path, client_state
+
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Path:
+        """Write the parameters and buffers to directory/tag, and return its folder. Collective.
+
+        The arguments are those of a training engine, which loads such a checkpoint with `load_module_only=True`.
+        exclude_frozen_parameters: leave out those that were frozen before the engine was constructed.
+        """
+        self.settle()
+        check_no_run(self.ranks, directory)
+        saver, run, state = Saver(), self._run_state(), client_state or {}
+        leaves_out = self.left_out(exclude_frozen_parameters)
+        try:
+            return save(
+                self.parts, saver, self.module, run, directory, tag, state, latest=save_latest, leaves_out=leaves_out
+            )
+        finally:
+            saver.close(lambda: None)
+
+    def _run_state(self) -> Run:
+        config = self.config
+        return Run(
+            optimizer=config.optimizer.type,
+            rule=config.optimizer.rule,
+            moments=config.infinity.moments,
+            seed=config.infinity.seed,
+            global_steps=self.global_steps,
+            skipped_steps=self.skipped_steps,
+            param_groups=[],
+            lr_scheduler=None,
+            loss_scale=None,
+        )
+
+    def is_frozen(self, parameter: nn.Parameter) -> bool:
+        """Return whether the parameter was frozen before the engine was constructed, which freezes all."""
+        return not any(parameter is each for each in self._frozen)
 
     # -- calls of training engines -------------------------------------------------------------------------------------
 
@@ -106,13 +156,6 @@ class InferenceEngine(BaseEngine):
     def step(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise UsageError, since this engine does not train."""
         self._refuse("step()")
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise UsageError, since there is no training to resume."""
-        raise UsageError(
-            "an engine for inference has no training to resume, so it saves no checkpoint: read its parameters with "
-            "stream_state_dict(), or turn a checkpoint of training into safetensors with `infinity export`"
-        )
 
     def _refuse(self, what: str) -> NoReturn:
         raise UsageError(

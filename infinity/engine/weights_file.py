@@ -25,8 +25,8 @@ def save_weights(engine: BaseEngine, folder: str | Path, name: str, exclude_froz
     cannot be written.
     """
     pieces, named = Pieces(engine.module), engine.module.named_parameters(remove_duplicate=False)
-    frozen = {pieces.of(own_name(name), p).name for name, p in named if not p.requires_grad}
-    excluded = frozen if exclude_frozen else set()
+    leaves_out = engine.left_out(exclude_frozen)
+    excluded = {pieces.of(own_name(name), p).name for name, p in named if leaves_out(p)}
     weights = ((name, value) for name, value in engine.stream_state_dict() if name not in excluded)
     target, error = Path(folder) / name, None
     try:

@@ -310,6 +310,49 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
         assert same(results(runner), results(seeded(Stack)))
 
 
+def test_its_own_checkpoint_is_loaded_by_engines_of_both_kinds(tmp_path: Path) -> None:
+    """It holds parameters and buffers, and the steps of the run whose checkpoint was loaded before."""
+    config = engine_config(folder=tmp_path)
+    with open_engine(seeded(Stack), config) as engine:
+        for batch in BATCHES:
+            engine.backward(engine(*batch))
+            engine.step()
+        expected = engine.state_dict()
+        engine.save_checkpoint(tmp_path / "trained")
+        steps = engine.global_steps
+    with opened(seeded(Stack, seed=1)) as runner:
+        runner.load_checkpoint(tmp_path / "trained")
+        folder = runner.save_checkpoint(tmp_path / "saved", client_state={"epoch": 3})
+        assert folder.name == f"global_step{steps}"
+    with opened(seeded(Stack, seed=2)) as runner:
+        assert runner.load_checkpoint(tmp_path / "saved")[1] == {"epoch": 3}
+        assert runner.global_steps == steps
+        found = runner.state_dict()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with open_engine(seeded(Stack, seed=3), config) as engine:
+        with pytest.raises(CheckpointError, match="trained in the model and not so in the checkpoint"):
+            engine.load_checkpoint(tmp_path / "saved")
+        engine.load_checkpoint(tmp_path / "saved", load_module_only=True)
+        found = engine.state_dict()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_checkpoint_that_lacks_parameters_leaves_them(tmp_path: Path) -> None:
+    """strict=False loads the rest of a unit; frozen parameters are those from before the engine."""
+    model = seeded(Stack, seed=1)
+    model.head.weight.requires_grad_(False)
+    with opened(model) as runner:
+        runner.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == ["head.weight"]
+    with opened(seeded(Stack)) as runner:
+        with pytest.raises(CheckpointError, match=r"head\.weight is in the model only"):
+            runner.load_checkpoint(tmp_path)
+        runner.load_checkpoint(tmp_path, strict=False)
+        expected = {**seeded(Stack, seed=1).state_dict(), "head.weight": seeded(Stack).head.weight}
+        found = runner.state_dict()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
@@ -318,8 +361,6 @@ def test_it_does_not_train() -> None:
         for call in (lambda: engine.backward(torch.ones(())), engine.step):
             with pytest.raises(UsageError, match=r"for inference: use infinity.initialize\(\)"):
                 call()
-        with pytest.raises(UsageError, match="no training to resume"):
-            engine.save_checkpoint("somewhere")
         with pytest.raises(UsageError, match=r"Stack has no generate\(\)"):
             engine.generate(BATCHES[0])
         assert same(results(engine), results(seeded(Stack)))
