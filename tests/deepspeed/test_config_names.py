@@ -14,6 +14,7 @@ from torch import nn
 import infinity
 import infinity.deepspeed as deepspeed
 from infinity.config import Config
+from infinity.deepspeed.accelerator import Accelerator
 from infinity.deepspeed.engine_names import GETTERS
 from infinity.deepspeed.ops.adam import DeepSpeedCPUAdam
 from infinity.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
@@ -233,6 +234,15 @@ def test_the_accelerator_constructs_tensors() -> None:
     made = accelerator.ByteTensor([1, 255])
     assert made.dtype == torch.uint8 and made.tolist() == [1, 255]
     assert accelerator.on_accelerator(made) and accelerator.HalfTensor([1.5]).dtype == torch.float16
+
+
+def test_the_cpu_counts_a_device_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator("cpu")
+    assert accelerator.device_count() == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert accelerator.device_count() == 3
+    monkeypatch.setenv("LOCAL_SIZE", "2")  # of DeepSpeed's launcher
+    assert accelerator.device_count() == 2
 
 
 def test_a_tiled_layer_reports_the_bounds_of_its_parts() -> None:

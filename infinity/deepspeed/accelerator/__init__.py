@@ -9,6 +9,8 @@ from typing import Any
 import psutil
 import torch
 
+from infinity.inputs import number_of
+
 _TENSORS = {
     "BFloat16Tensor": torch.bfloat16,
     "ByteTensor": torch.uint8,
@@ -70,7 +72,10 @@ class Accelerator:
         return self.device_name(self.current_device())
 
     def device_count(self) -> int:
-        return 1 if self._is_cpu else int(self._module.device_count())
+        """Return the number of devices of this machine; on the CPU, of its ranks, as the launcher says."""
+        if self._is_cpu:
+            return number_of("LOCAL_SIZE", number_of("LOCAL_WORLD_SIZE", 1, least=1), least=1)
+        return int(self._module.device_count())
 
     def synchronize(self, device_index: int | None = None) -> None:
         if not self._is_cpu:
