@@ -25,6 +25,7 @@ from infinity.deepspeed.accelerator import get_accelerator
 from infinity.errors import UsageError
 from infinity.units.released import is_released
 from infinity.units.remote import drop_values, restore
+from infinity.units.residents import is_managed
 
 _DIGEST = 16
 """Bytes of the digest by which ranks without values compare parameters."""
@@ -67,10 +68,19 @@ def building() -> Iterator[None]:
         hook.remove()
         _open_blocks -= 1
         if not _open_blocks:
-            for parameter in _pending:
-                if not _built[parameter].gathered:
-                    _drop(parameter, None)
+            pending = [*_pending]
             _pending.clear()
+            for parameter in pending:
+                if not (_has_engine(parameter) or _built[parameter].gathered):
+                    _drop(parameter, None)
+
+
+def forget(parameters: Iterable[nn.Parameter]) -> None:
+    """Leave `parameters` as they are at the end of blocks, since an engine has taken them."""
+    taken = set(map(id, parameters))
+    _pending[:] = [parameter for parameter in _pending if id(parameter) not in taken]
+    for parameter in [parameter for parameter in _built if id(parameter) in taken]:
+        del _built[parameter]
 
 
 @contextmanager
@@ -80,7 +90,7 @@ def gathered(parameters: Iterable[nn.Parameter], modifier_rank: int | None) -> I
     modifier_rank: None: all ranks make the same edits, or none. Collective if a parameter was built in a block of
     `building` and has no engine yet. Other parameters are ignored.
     """
-    found = {id(p): p for p in parameters if p in _built and not is_released(p)}
+    found = {id(p): p for p in parameters if p in _built and not _has_engine(p)}
     ours = sorted(found.values(), key=lambda p: _built[p].order)
     if not ours:
         yield
@@ -110,12 +120,17 @@ def gathered(parameters: Iterable[nn.Parameter], modifier_rank: int | None) -> I
 
 
 def _register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    if parameter is None or parameter in _built or is_lazy(parameter) or parameter.is_meta:
+    if parameter is None or parameter in _built or is_lazy(parameter) or _has_engine(parameter) or parameter.is_meta:
         return
     if type(parameter.data) is torch.Tensor and parameter.layout is torch.strided:
         label = f"parameter {name} of a {type(module).__name__}, of shape {list(parameter.shape)},"
         _built[parameter] = _Built(next(_numbers), label)
         _pending.append(parameter)
+
+
+def _has_engine(parameter: nn.Parameter) -> bool:
+    """Return True for a parameter of an engine, or of one that was closed without its values."""
+    return is_released(parameter) or is_managed(parameter)
 
 
 def _drop(parameter: nn.Parameter, digest: bytes | None) -> None:

@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 import infinity.engine.initialize as engines
+from infinity.deepspeed.built import forget
 from infinity.deepspeed.checks import FailedModelCheck, config_checks
 from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.front_ends import check_processes
 from infinity.deepspeed.module import EngineModule
 from infinity.deepspeed.parameter_names import answer
+from infinity.deepspeed.runtime.zero.partition_parameters import outside_of_init
 from infinity.deepspeed.settings import in_dtype_of, make_config, read_settings, tag_validation
 from infinity.engine import lr_schedules
 from infinity.engine.arguments import add_config_arguments, check_mpu, config_source
@@ -36,6 +38,7 @@ __all__ = ["add_config_arguments", "init_inference", "initialize"]
 DISTRIBUTED_PORT = 29500
 
 
+@outside_of_init()
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -83,6 +86,7 @@ def initialize(
     except BaseException:
         engine.close()
         raise
+    forget(model.parameters())
     if wrapped.zero_optimization_partition_weights():
         answer(engine)
     trained = engine.optimizer if isinstance(engine, TrainingEngine) else None
@@ -134,6 +138,7 @@ def _scheduler(schedule: Scheduler) -> Callable[[torch.optim.Optimizer], RateSch
     return lambda optimizer: cast("RateScheduler", make(optimizer, **params))
 
 
+@outside_of_init()
 def init_inference(
     model: nn.Module, config: Mapping[str, Any] | str | PathLike[str] | None = None, **kwargs: Any
 ) -> EngineModule:
@@ -166,7 +171,9 @@ def init_inference(
         raise ConfigError([f"{name} is not supported in an inference config: remove it" for name in refused])
     if unused:
         logger.info("init_inference: no effect here: %s", ", ".join(sorted(unused)))
-    return EngineModule(engines.init_inference(model, make_config(content, model), dtype=dtype))
+    engine = EngineModule(engines.init_inference(model, make_config(content, model), dtype=dtype))
+    forget(model.parameters())
+    return engine
 
 
 _NO_EFFECT = {

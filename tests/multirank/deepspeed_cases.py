@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import infinity.deepspeed as deepspeed
 from infinity.deepspeed.runtime.zero import GatheredParameters
-from infinity.errors import InfinityError, RanksError, UsageError
+from infinity.errors import InfinityError, RanksError, StorageError, UsageError
 from multirank.cases import SAMPLES, global_batches, part
 from support.models import Stack, seeded
 
@@ -240,3 +241,67 @@ def derived(rank: int, *, stage: int) -> list[float]:
     weight = engine.module.weight.detach().clone()
     engine.destroy()
     return [*found.tolist(), *weight.flatten().tolist()]
+
+
+def initialized_inside(rank: int, *, config: dict[str, Any], depth: int) -> dict[str, Any]:
+    """Construct and train an engine in `depth` nested blocks of zero.Init, and step it again after them."""
+    (batch,) = global_batches(1, SAMPLES * 2)
+    with ExitStack() as blocks:
+        for _ in range(depth):
+            blocks.enter_context(deepspeed.zero.Init(config_dict_or_path=config))
+        with torch_default(torch.bfloat16 if config["bf16"]["enabled"] else torch.float32):
+            model = seeded(Stack, seed=rank)
+        engine, *_ = deepspeed.initialize(model=model, config=config)
+        rest = seeded(lambda: nn.Linear(8, 8), seed=rank)  # without an engine until the blocks end
+        rest.register_parameter("shared", engine.module.head.weight)
+        train(engine, part(batch, rank))
+    train(engine, part(batch, rank))
+    seen = {"states": values_of(engine), "rest": error_of(torch.Tensor.tolist, rest.weight)}
+    engine.training_engine.close(restore=True)
+    with GatheredParameters(engine.module.parameters()):
+        pass
+    seen["restored"] = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    return seen
+
+
+@contextmanager
+def torch_default(dtype: torch.dtype) -> Iterator[None]:
+    """Set torch's default dtype for the block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+def train(engine: Any, batch: tuple[torch.Tensor, ...]) -> None:
+    engine.backward(engine(*batch))
+    engine.step()
+
+
+def failed_inside(rank: int, *, folders: list[str]) -> dict[str, Any]:
+    """Leave blocks of zero.Init by exceptions: in a block, after `initialize`, and on entry; then use another one."""
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3},
+    }
+    with suppress(ZeroDivisionError), deepspeed.zero.Init(config_dict_or_path=config):
+        engine, *_ = deepspeed.initialize(model=seeded(Stack), config=config)
+        raise ZeroDivisionError
+    (batch,) = global_batches(1, SAMPLES * 2)
+    train(engine, part(batch, rank))
+    engine.destroy()
+    nvme = {"device": "nvme", "nvme_path": folders[rank]}
+    zero = {"stage": 3, "offload_param": nvme}
+    block = deepspeed.zero.Init(config_dict_or_path={"zero_optimization": zero})
+    Path(folders[rank]).rmdir()
+    with suppress(StorageError), block:
+        raise AssertionError("a block was entered without its file")
+    outside = nn.Linear(2, 2)
+    with deepspeed.zero.Init(config_dict_or_path={"bf16": {"enabled": True}}):
+        inside = nn.Linear(2, 2)
+    return {
+        "outside": error_of(torch.Tensor.tolist, outside.weight),
+        "inside": error_of(torch.Tensor.tolist, inside.weight),
+        "dtype": torch.get_default_dtype(),
+    }

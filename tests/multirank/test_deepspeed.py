@@ -104,6 +104,39 @@ def test_ranks_whose_models_differ_under_init_raise(pair: Group) -> None:
         assert "ranks" in text, text
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "nvme", "stage2"])
+def test_an_engine_constructed_under_init_keeps_its_parameters(
+    pair: Group, kind: str, depth: int, tmp_path: Path
+) -> None:
+    """The end of the block drops values of parameters without an engine only, and training equals that outside."""
+    place = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 2} if kind == "stage2" else {"stage": 3}
+    zero |= {"offload_param": place, "offload_optimizer": place} if kind == "nvme" else {}
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "steps_per_print": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": zero,
+        "bf16": {"enabled": kind == "bf16"},
+        "infinity": {"unit_size": 20_000},
+    }
+    inside = pair.run(deepspeed_cases.initialized_inside, config=config, depth=depth)
+    outside = pair.run(deepspeed_cases.initialized_inside, config=config, depth=0)
+    for rank, (seen, plain) in enumerate(zip(inside, outside, strict=True)):
+        assert all(torch.equal(seen["states"][name], value) for name, value in plain["states"].items())
+        assert all(torch.equal(seen["restored"][name], value) for name, value in seen["states"].items())
+        assert ("parameter weight of a Linear" in seen["rest"]) == (rank == 1)
+
+
+def test_exceptions_end_blocks_of_init(pair: Group, tmp_path: Path) -> None:
+    """A later block works as the first one, and parameters outside of blocks keep their values."""
+    folders = [str(tmp_path / str(rank)) for rank in range(2)]
+    for rank, seen in enumerate(pair.run(deepspeed_cases.failed_inside, folders=folders)):
+        assert seen["outside"] == "" and seen["dtype"] == torch.float32
+        assert ("parameter weight of a Linear" in seen["inside"]) == (rank == 1)
+
+
 @pytest.mark.every_case
 @pytest.mark.parametrize("stage", [0, 3])
 def test_clipping_covers_the_optimizers_parameters(pair: Group, stage: int) -> None:

@@ -68,20 +68,50 @@ class Init:
         self._enabled = enabled
         self._config = _init_config({} if source is None else read_settings(source))
         self._dtype = dtype or _DTYPES.get((self._config.bf16.enabled, self._config.fp16.enabled))
-        self._stack = ExitStack()
+        self._blocks: list[ExitStack] = []
+        """How to end the open blocks, since one object may be entered several times."""
 
     def __enter__(self) -> Init:
-        if self._enabled:
-            init_distributed()  # as DeepSpeed; transformers asks for the rank when it fills in the weights
-            self._stack.enter_context(building())
-            self._stack.enter_context(init_context.Init(self._config))
-            if self._dtype is not None:
-                self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-                torch.set_default_dtype(self._dtype)
+        with ExitStack() as stack:
+            if self._enabled:
+                init_distributed()  # as DeepSpeed; transformers asks for the rank when it fills in the weights
+                stack.enter_context(building())
+                stack.enter_context(init_context.Init(self._config))
+                stack.enter_context(_default_dtype(self._dtype))
+            self._blocks.append(stack.pop_all())
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        self._blocks.pop().close()
+
+
+_outside: list[torch.dtype] = []
+"""Default dtype at the start of each open block of `Init`."""
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Make `dtype` torch's default for the block; None: leave it."""
+    _outside.append(torch.get_default_dtype())
+    try:
+        if dtype is not None:
+            torch.set_default_dtype(dtype)
+        yield
+    finally:
+        before = _outside.pop()
+        if dtype is not None:
+            torch.set_default_dtype(before)
+
+
+@contextmanager
+def outside_of_init() -> Iterator[None]:
+    """Undo the default dtype of open blocks of `Init`, while an engine is constructed."""
+    inside = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(_outside[0] if _outside else inside)
+        yield
+    finally:
+        torch.set_default_dtype(inside)
 
 
 _DTYPES = {(True, False): torch.bfloat16, (False, True): torch.float16}
