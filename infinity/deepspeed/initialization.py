@@ -127,7 +127,8 @@ def _make_engine(
         engine.loss_scale.count_as_deepspeed()
     engine.updates.step.counts_calls = True  # as DeepSpeed, whose micro-batches may have several backwards
     engine.updates.step.averages_plain = True
-    engine.updates.step.skips_overflows = config.bf16.enabled and config.infinity.check_nan
+    checks = config.bf16.enabled and config.infinity.check_nan
+    engine.updates.step.skips_overflows = checks and engine.parts.plan.update != "during_backward"
     return engine
 
 

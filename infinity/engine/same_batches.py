@@ -24,8 +24,8 @@ class FirstBatches:
         self._seen = self._compared = ranks.is_single
 
     def see(self, arguments: object) -> None:
-        """Keep a digest of the first forward's arguments. Later calls cost nothing."""
-        if not self._seen:
+        """Keep a digest of the first forward's arguments. Later calls cost nothing, and torch.func's do not count."""
+        if not self._seen and not torch._C._are_functorch_transforms_active():
             self._seen = True
             self._digest = digest_of(arguments)
 

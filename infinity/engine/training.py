@@ -400,7 +400,7 @@ class TrainingEngine(CheckpointingEngine):
         if clipping or scaled or (self.config.infinity.check_nan and (gradients.units or not self.ranks.is_single)):
             sums = parts.ranks.model.sums(*gradients.squared_norms())
             norm, whole = (math.sqrt(squares) * scale for squares in sums)
-            if not math.isfinite(norm) and (scaled or (self._step.skips_overflows and not self._step.updated)):
+            if not math.isfinite(norm) and (scaled or self._step.skips_overflows):
                 self._skip()
                 return False
             self._check_norm(norm)

@@ -123,6 +123,23 @@ def test_twenty_overflows_in_a_row_end_bf16_training(opens: Opens) -> None:
     assert engine.skipped_steps == 20
 
 
+def test_updates_during_backward_skip_no_step(opens: Opens) -> None:
+    """A NaN loss is an error before an update, and training goes on; with updates in the next forward it is skipped."""
+    engine = opens(3, bf16={"enabled": True}, gradient_clipping=0.0)
+    with pytest.raises(NonFiniteError, match=r"the loss is nan.*updated nothing"):
+        engine.backward(engine(*BATCHES[0]) * float("nan"))
+    other = opens(
+        3, bf16={"enabled": True}, gradient_clipping=0.0, infinity={"unit_size": 20_000, "update": "next_forward"}
+    )
+    other.backward(other(*BATCHES[0]) * float("nan"))
+    other.step()
+    assert (engine.skipped_steps, other.skipped_steps) == (0, 1)
+    for each in (engine, other):
+        each.backward(each(*BATCHES[1]))
+        each.step()
+    assert torch.equal(engine.module.head.weight.detach(), other.module.head.weight.detach())
+
+
 def test_an_overflow_is_an_error_or_ignored_where_it_is_not_skipped(opens: Opens) -> None:
     """fp32 raises before a change; bf16.check_grad_overflow false updates with the values, as in DeepSpeed."""
     engine = opens()
