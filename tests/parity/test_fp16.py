@@ -156,7 +156,7 @@ def test_a_backward_of_the_users_own_without_the_scale_is_refused(tmp_path: Path
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16 and fp16 are both enabled: choose one"),
         ({"fp16": {"enabled": True}, "infinity": {"update": "during_backward"}}, "but fp16 needs the norm of all"),
         ({"fp16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "bf16"}}, "both enabled: choose one"),
-        ({"fp16": {"min_loss_scale": 0}}, "fp16: min_loss_scale must be more than 0"),
+        ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "fp16: min_loss_scale must be more than 0"),
     ],
 )
 def test_configurations_that_make_no_sense(config: dict[str, Any], says: str) -> None:
