@@ -48,6 +48,8 @@ class LossScale:
     """Value of `good` after an overflow. -1 in DeepSpeed, whose window is one step longer then and at the start."""
     overflow: bool = field(default=False, compare=False)
     """True if the last step was skipped."""
+    steps: int = field(default=0, compare=False)
+    """Number of steps so far in this process."""
 
     @classmethod
     def of(cls, config: Config) -> LossScale:
@@ -79,6 +81,7 @@ class LossScale:
 
     def passed(self) -> None:
         """Record a step without overflow."""
+        self.steps += 1
         self.overflow = False
         self.skipped_in_a_row = 0
         self.good += 1
@@ -94,6 +97,7 @@ class LossScale:
 
         Raises NonFiniteError after 20 in a row at the smallest scale.
         """
+        self.steps += 1
         self.overflow = True
         self.good = self.restart
         if self.value > self.least and self.window:

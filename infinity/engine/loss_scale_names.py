@@ -32,6 +32,11 @@ class LossScaler:
         return self._scale.is_dynamic
 
     @property
+    def cur_iter(self) -> int:
+        """Number of steps so far, including skipped ones."""
+        return self._scale.steps
+
+    @property
     def scale_window(self) -> int:
         """Steps without overflow after which the scale is doubled; 0 for a constant scale."""
         return self._scale.window

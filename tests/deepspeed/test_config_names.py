@@ -34,9 +34,11 @@ from infinity.deepspeed.runtime.zero.config import (
     ZeroStageEnum,
     get_zero_config,
 )
+from infinity.deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
 from infinity.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from infinity.errors import ConfigError, UsageError
 from infinity.rules import HYPER_KEYS
+from support.models import token_batches
 
 
 class Old(DeepSpeedConfigModel):
@@ -126,6 +128,15 @@ def test_the_zero_section_has_deepspeeds_defaults_and_both_names_of_keys() -> No
         DeepSpeedZeroConfig(prefetch_bucket_size=-1)
     with pytest.raises(ValidationError):
         DeepSpeedZeroConfig(no_such_key=1)
+
+
+def test_leaf_modules_are_lists_of_names() -> None:
+    assert DeepSpeedZeroConfig().leaf_module.classes == DEFAULT_LEAF_MODULE_CLASSES
+    assert all(name.endswith("SparseMoeBlock") for name in DEFAULT_LEAF_MODULE_CLASSES)
+    leaf = DeepSpeedZeroConfig(leaf_module={"classes": ["A", "B", "A"], "names": "layer.0"}).leaf_module
+    assert (leaf.classes, leaf.names, leaf.name_suffixes) == (["A", "B"], ["layer.0"], [])
+    with pytest.raises(ValidationError):
+        DeepSpeedZeroConfig(leaf_module="A")
 
 
 def test_offload_sections_and_their_old_switches() -> None:
@@ -252,6 +263,12 @@ def test_a_tiled_layer_reports_the_bounds_of_its_parts() -> None:
 
 def test_the_loss_scaler_reports_its_window(opens: Any) -> None:
     engine = opens(fp16={"enabled": True, "loss_scale_window": 7})
-    assert engine.optimizer.loss_scaler.scale_window == 7
+    scaler = engine.optimizer.loss_scaler
+    assert (scaler.scale_window, scaler.cur_iter) == (7, 0)
+    for bad in (False, True, False):
+        loss = engine(*token_batches(1)[0])
+        engine.backward(loss * float("nan") if bad else loss)
+        engine.step()
+    assert (scaler.cur_iter, engine.skipped_steps) == (3, 1)
     constant = infinity.engine.loss_scale_names.LossScaler(infinity.engine.loss_scale.LossScale(1.0))
     assert constant.scale_window == 0

@@ -15,6 +15,7 @@ from pydantic import Field, create_model, model_validator
 from infinity.deepspeed.engine_names import GETTERS
 from infinity.deepspeed.offload_names import OffloadDeviceEnum
 from infinity.deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from infinity.deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
 
 ZERO_OPTIMIZATION = "zero_optimization"
 _PREFIX = "stage3_"
@@ -102,7 +103,7 @@ class DeepSpeedZeroConfig(_Plain):  # type: ignore[misc]  # made above
     use_all_reduce_for_fetch_params: bool = Field(False, alias="stage3_use_all_reduce_for_fetch_params")
     zenflow: dict[str, Any] | None = None
     zeropp_loco_param: dict[str, Any] | None = None
-    leaf_module: dict[str, Any] | None = None
+    leaf_module: DeepSpeedZeroLeafModuleConfig = Field(default_factory=DeepSpeedZeroLeafModuleConfig)
     mics_shard_size: int = -1
     mics_hierarchical_params_gather: bool = False
     memory_efficient_linear: bool = True
