@@ -130,21 +130,23 @@ def _overflow_check(draft: Draft) -> None:
             draft.map(name, value, "infinity.check_nan", value)
 
 
+_STATES_OF_16_BITS = {
+    "bf16.bf16_master_weights_and_grads": (("infinity.master", "remainder"), ("data_types.grad_accum_dtype", "bf16")),
+    "bf16.bf16_optimizer_states": (("infinity.moments", "bf16"),),
+}
+
+
 def _bf16_states(draft: Draft) -> None:
     """Map DeepSpeed's states of 16 bits. The master is the parameter with a remainder of 16 bits, which is exact."""
-    source = "bf16.bf16_master_weights_and_grads"
-    value = draft.take(source)
-    if value is True:
-        draft.map(source, value, "infinity.master", "remainder")
-        draft.map(source, value, "data_types.grad_accum_dtype", "bf16")
-    elif value is not ABSENT:
-        draft.problems.append(f"{source}: must be true or false, not {show(value)}")
-    source = "bf16.bf16_optimizer_states"
-    value = draft.take(source)
-    if value is True:
-        draft.map(source, value, "infinity.moments", "bf16")
-    elif value is not ABSENT:
-        draft.problems.append(f"{source}: must be true or false, not {show(value)}")
+    for source, targets in _STATES_OF_16_BITS.items():
+        value = draft.take(source)
+        if value is True and not draft.is_true("bf16.enabled"):
+            draft.ignore(source, "bf16 is not enabled")
+        elif value is True:
+            for target, result in targets:
+                draft.map(source, value, target, result)
+        elif value is not ABSENT:
+            draft.problems.append(f"{source}: must be true or false, not {show(value)}")
 
 
 def _fp32_allreduce(draft: Draft) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from os import PathLike
 from typing import TYPE_CHECKING, Any, cast
 
@@ -121,7 +120,7 @@ def _make_engine(
     if lr_scheduler is None and config.scheduler is not None:
         lr_scheduler = _scheduler(config.scheduler)
         config = config.model_copy(update={"scheduler": None})
-    with config_checks() if optimizer is not None or lr_scheduler is not None else nullcontext():
+    with config_checks():
         engine = engines.initialize(model, config, model_parameters, optimizer=optimizer, lr_scheduler=lr_scheduler)[0]
     if config.fp16.enabled:  # the scale of float16 autocast is GradScaler's in DeepSpeed, too
         engine.loss_scale.count_as_deepspeed()

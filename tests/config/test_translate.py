@@ -258,7 +258,9 @@ def test_deepspeeds_states_of_16_bits_are_mapped() -> None:
     assert config.data_types.grad_accum_dtype == "bf16"
     config = Config.load({"bf16": section, "infinity": {"moments": "8bit"}})
     assert config.infinity.moments == "8bit" and "bf16.bf16_optimizer_states" in config.notes.ignored
-    assert Config.load({"bf16": {"bf16_optimizer_states": False}}).infinity.moments == "fp32"
+    assert Config.load({"bf16": {"enabled": True, "bf16_optimizer_states": False}}).infinity.moments == "fp32"
+    config = Config.load({"bf16": {"enabled": False, "bf16_optimizer_states": True}})
+    assert config.infinity.moments == "fp32" and config.notes.ignored == ("bf16.bf16_optimizer_states",)
     assert "bf16.bf16_optimizer_states: must be true or false, not 1" in refusal({"bf16": {"bf16_optimizer_states": 1}})
 
 

@@ -222,6 +222,12 @@ def test_checks_are_assertion_errors_too(opens: Opens) -> None:
     for error in (AssertionError, ConfigError):
         with pytest.raises(error, match="whose update an engine does not have"):
             opens(model=model, given={"optimizer": Other(model.parameters(), {})})
+    sizes = {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam"}}
+    for error in (AssertionError, ConfigError):
+        with pytest.raises(error, match="train_batch_size"):
+            deepspeed.DeepSpeedConfig(sizes)
+        with pytest.raises(error, match="train_batch_size"):
+            deepspeed.initialize(model=nn.Linear(2, 2), config=sizes)
     engine = opens(managed_gradient_accumulation=False)
     with pytest.raises(AssertionError, match="set_gradient_accumulation_boundary"):
         engine.set_gradient_accumulation_boundary(True)

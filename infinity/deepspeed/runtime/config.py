@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from infinity.deepspeed.checks import config_checks
 from infinity.deepspeed.engine_names import GETTERS, read
 from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
 from infinity.errors import ConfigError
@@ -69,7 +70,8 @@ class DeepSpeedConfig:
         sizes = (resolved.train_batch_size, resolved.train_micro_batch_size_per_gpu)
         is_auto = any(self.param_dict.get(name) == "auto" for name in _SIZES)
         if not is_auto or any(size is not None for size in sizes):
-            batch = resolved.resolve_batch(self.world_size)
+            with config_checks():
+                batch = resolved.resolve_batch(self.world_size)
             self.train_micro_batch_size_per_gpu = batch.micro
             self.gradient_accumulation_steps = batch.accumulation
             self.train_batch_size = batch.micro * batch.accumulation * self.world_size
