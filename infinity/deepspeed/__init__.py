@@ -14,6 +14,7 @@ from typing import Any
 
 __version__ = "0.19.8+infinity"
 __version_major__, __version_minor__, __version_patch__ = 0, 19, 8
+version = __version__
 __git_hash__ = __git_branch__ = None
 HAS_TRITON = False
 
@@ -22,6 +23,8 @@ _HOMES = {
     "DeepSpeedConfig": "runtime.config.DeepSpeedConfig",
     "DeepSpeedConfigError": "runtime.config.DeepSpeedConfigError",
     "DeepSpeedEngine": "engine.DeepSpeedEngine",
+    "PipelineEngine": "runtime.pipe.engine.PipelineEngine",
+    "PipelineModule": "pipe.PipelineModule",
     "DeepSpeedOptimizer": "runtime.base_optimizer.DeepSpeedOptimizer",
     "RepeatingLoader": "runtime.dataloader.RepeatingLoader",
     "add_config_arguments": "initialization.add_config_arguments",
@@ -31,10 +34,24 @@ _HOMES = {
     "init_inference": "initialization.init_inference",
     "log_dist": "utils.logging.log_dist",
     "logger": "utils.logging.logger",
+    "tp_model_init": "initialization.tp_model_init",
 }
 """Name → its module and name below this package."""
+_SAME = (
+    "accelerator",
+    "checkpoint",
+    "comm",
+    "elasticity",
+    "git_version_info",
+    "module_inject",
+    "moe",
+    "ops",
+    "pipe",
+    "runtime",
+    "utils",
+)
 _MODULES = {
-    **{name: name for name in ("accelerator", "checkpoint", "comm", "ops", "runtime", "utils")},
+    **{name: name for name in _SAME},
     "checkpointing": "runtime.activation_checkpointing.checkpointing",
     "zero": "runtime.zero",
 }

@@ -1,16 +1,21 @@
-"""Names and packages of DeepSpeed that have no counterpart."""
+"""Names and packages of DeepSpeed that have no counterpart.
+
+Modules of parallelism can be imported, since libraries import them for isinstance: their names are placeholder
+classes, which have no instances. Other names and packages are missing, with an error that names the alternative.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NoReturn
+
+from infinity.errors import UsageError
+
 _ABSENT = {
-    "PipelineModule": "use torch.distributed.pipelining",
-    "PipelineEngine": "use torch.distributed.pipelining",
-    "pipe": "use torch.distributed.pipelining",
-    "moe": "experts are trained as parameters of their block, without expert parallelism",
     "DeepSpeedHybridEngine": "engine.generate() runs the model that is being trained",
     "DeepSpeedTransformerLayer": "use torch.nn.functional.scaled_dot_product_attention",
     "DeepSpeedTransformerConfig": "use torch.nn.functional.scaled_dot_product_attention",
-    "tp_model_init": "use torch.distributed.tensor.parallel",
     "replace_transformer_layer": "pass the model unchanged, since no kernels are injected",
     "compression": "use torchao",
     "monitor": "call engine.monitor.write_events()",
@@ -26,3 +31,38 @@ def alternative(name: str) -> str | None:
     if name not in _ABSENT:
         return None
     return f"deepspeed.{name} has no counterpart in Infinity: {_ABSENT[name]}"
+
+
+class _Placeholder(type):
+    """Type of placeholder classes and of classes derived from them, which libraries define when they are imported."""
+
+    _refusal: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise UsageError(cls._refusal)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise AttributeError(f"{cls.__name__}.{name} was read, and {cls._refusal}")
+
+
+@cache
+def _placeholder(name: str, instead: str) -> type:
+    refusal = f"DeepSpeed's {name} has no counterpart in Infinity: {instead}"
+    return _Placeholder(name, (), {"_refusal": refusal, "__doc__": f"Placeholder: {instead}."})
+
+
+def placeholders(module: str, instead: str, names: Sequence[str]) -> Callable[[str], type]:
+    """Return a `__getattr__` for `module`, whose `names` are placeholder classes. A call raises UsageError."""
+
+    def get(name: str) -> type:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return _placeholder(name, instead)
+
+    return get
+
+
+PIPELINE = "use torch.distributed.pipelining"
+EXPERTS = "experts are trained as parameters of their block, without expert parallelism: pass the model as it is"
+TENSOR_PARALLEL = "use torch.distributed.tensor.parallel, and pass process_group to infinity.initialize()"
+SEQUENCE = "use torch.distributed.tensor.experimental.context_parallel"

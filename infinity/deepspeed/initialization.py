@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+import infinity.deepspeed as root
 import infinity.engine.initialize as engines
+from infinity.deepspeed.absent import TENSOR_PARALLEL
 from infinity.deepspeed.built import forget
 from infinity.deepspeed.checks import FailedModelCheck, config_checks
 from infinity.deepspeed.comm import init_distributed
@@ -19,6 +21,7 @@ from infinity.deepspeed.module import EngineModule
 from infinity.deepspeed.parameter_names import answer
 from infinity.deepspeed.runtime.zero.partition_parameters import outside_of_init
 from infinity.deepspeed.settings import in_dtype_of, make_config, read_settings, tag_validation
+from infinity.deepspeed.utils.logging import log_dist
 from infinity.engine import lr_schedules
 from infinity.engine.arguments import add_config_arguments, check_mpu, config_source
 from infinity.engine.base import BaseEngine, open_engines
@@ -26,13 +29,13 @@ from infinity.engine.client_scheduler import RateScheduler
 from infinity.engine.optimizer import ParamGroups
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, ModelError
-from infinity.observe.log import logger
+from infinity.observe.log import logger, show_by_default
 from infinity.units.compiled import uncompiled
 
 if TYPE_CHECKING:
     from infinity.config import Config, Scheduler
 
-__all__ = ["add_config_arguments", "init_inference", "initialize"]
+__all__ = ["add_config_arguments", "init_inference", "initialize", "tp_model_init"]
 
 DISTRIBUTED_PORT = 29500
 
@@ -76,6 +79,7 @@ def initialize(
     tag_validation(settings)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     check_processes()
+    _log_version()
     _take_from_engine(model)
     trains = optimizer is not None or settings.get("optimizer") is not None
     config_of_model = make_config(in_dtype_of(model, settings) if trains else settings, model)
@@ -90,6 +94,15 @@ def initialize(
         answer(engine)
     trained = engine.optimizer if isinstance(engine, TrainingEngine) else None
     return wrapped, trained, wrapped.training_dataloader, wrapped.lr_scheduler
+
+
+def _log_version() -> None:
+    """Log DeepSpeed's line of the version, which tests of libraries look for."""
+    show_by_default()
+    log_dist(
+        f"DeepSpeed info: version={root.__version__}, git-hash={root.__git_hash__}, git-branch={root.__git_branch__}",
+        ranks=[0],
+    )
 
 
 def _take_from_engine(model: nn.Module) -> None:
@@ -193,6 +206,15 @@ _NO_EFFECT = {
     "return_tuple",
 }
 """Keys of DeepSpeed's inference config that select kernels or buffers."""
+
+
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, **kwargs: Any
+) -> nn.Module:
+    """Return `model` for a `tp_size` of 1. Raises ConfigError for others, since the model is not divided here."""
+    if tp_size != 1:
+        raise ConfigError(f"tp_model_init(tp_size={tp_size}) has no counterpart in Infinity: {TENSOR_PARALLEL}")
+    return model
 
 
 def _dtype(value: Any) -> torch.dtype:

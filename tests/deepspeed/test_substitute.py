@@ -106,7 +106,7 @@ runpy.run_module("deepspeed.fake_ops.program", run_name="__main__", alter_sys=Tr
 
 def test_packages_without_a_counterpart_say_the_alternative(tmp_path: Path) -> None:
     text = """
-for name in ("deepspeed.moe.layer", "deepspeed.monitor.monitor", "deepspeed.pipe"):
+for name in ("deepspeed.compression.compress", "deepspeed.monitor.monitor", "deepspeed.sequence"):
     try:
         __import__(name)
     except ModuleNotFoundError as error:
@@ -114,7 +114,7 @@ for name in ("deepspeed.moe.layer", "deepspeed.monitor.monitor", "deepspeed.pipe
 """
     lines = passes(python(script(tmp_path, text))).splitlines()
     assert [line.partition(" has no counterpart in Infinity")[0] for line in lines] == [
-        "deepspeed.moe", "deepspeed.monitor", "deepspeed.pipe"
+        "deepspeed.compression", "deepspeed.monitor", "deepspeed.sequence"
     ]  # fmt: skip
 
 

@@ -49,6 +49,10 @@ class Accelerator:
     def is_available(self) -> bool:
         return True
 
+    def is_current_accelerator_supported(self) -> bool:
+        """Return True; see the module's function of this name."""
+        return is_current_accelerator_supported()
+
     def is_synchronized_device(self) -> bool:
         """Return True if operations are complete when their calls return, as on the CPU."""
         return self._is_cpu
@@ -160,3 +164,8 @@ class Accelerator:
 def get_accelerator() -> Accelerator:
     """Return the accelerator of this process: CUDA if torch finds it, else the CPU."""
     return Accelerator("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def is_current_accelerator_supported() -> bool:
+    """Return True: engines compute on the accelerator of `get_accelerator`."""
+    return True

@@ -75,6 +75,48 @@ class FusedLionBuilder(_OfOptimizer):
     CLASS = "lion.FusedLion"
 
 
+ALL_OPS: dict[str, type[Any]] = {
+    builder.NAME: builder
+    for builder in (
+        AsyncIOBuilder,
+        CPUAdagradBuilder,
+        CPUAdamBuilder,
+        CPULionBuilder,
+        FusedAdamBuilder,
+        FusedLionBuilder,
+        GDSBuilder,
+    )
+}
+"""Name → builder."""
+
+_ABSENT_OPS = (
+    "cutlass_ops",
+    "dc",
+    "deepspeed_ccl_comm",
+    "deepspeed_not_implemented",
+    "deepspeed_shm_comm",
+    "evoformer_attn",
+    "fp_quantizer",
+    "fused_lamb",
+    "inference_core_ops",
+    "pin_memory",
+    "quantizer",
+    "ragged_device_ops",
+    "ragged_ops",
+    "random_ltd",
+    "sparse_attn",
+    "spatial_inference",
+    "stochastic_transformer",
+    "transformer",
+    "transformer_inference",
+    "utils",
+)
+compatible_ops = dict.fromkeys(_ABSENT_OPS, False) | {
+    name: builder().is_compatible() for name, builder in ALL_OPS.items()
+}
+"""DeepSpeed's name of an operator → True if it has a counterpart here."""
+
+
 def __getattr__(name: str) -> Any:
     if name.endswith("Builder"):
         raise AttributeError(
@@ -85,6 +127,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "ALL_OPS",
     "AsyncIOBuilder",
     "CPUAdagradBuilder",
     "CPUAdamBuilder",

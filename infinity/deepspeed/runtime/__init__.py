@@ -11,7 +11,9 @@ __getattr__ = submodules(
     "dataloader",
     "engine",
     "lr_schedules",
+    "pipe",
     "precision_config",
+    "sequence_parallel",
     "utils",
     "zero",
 )

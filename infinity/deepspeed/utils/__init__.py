@@ -1,5 +1,6 @@
 """`deepspeed.utils`: states of single parameters, leaf modules, logging."""
 
+from infinity.deepspeed.comm import is_initialized as is_initialized
 from infinity.deepspeed.lazy import submodules
 from infinity.deepspeed.runtime.dataloader import RepeatingLoader as RepeatingLoader
 from infinity.deepspeed.utils.logging import log_dist as log_dist, logger as logger
@@ -29,4 +30,4 @@ from infinity.deepspeed.utils.z3_leaf_module import (
     z3_leaf_parameter as z3_leaf_parameter,
 )
 
-__getattr__ = submodules(__name__, "groups", "zero_to_fp32")
+__getattr__ = submodules(__name__, "groups", "torch", "zero_to_fp32")

@@ -20,6 +20,7 @@ from infinity.checkpoint.export import export
 from infinity.checkpoint.format import BUFFERS, LATEST, find, read_tag
 from infinity.checkpoint.saved import CheckpointFolder
 from infinity.checkpoint.verify import check_contents, check_files
+from infinity.deepspeed.utils.checkpoint_files import get_model_state_file, get_model_state_files, get_optim_files
 from infinity.errors import UsageError
 from infinity.integrations import zero_to_fp32 as theirs
 from infinity.nn.pieces import Piece, Pieces
@@ -153,6 +154,9 @@ __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
     "convert_zero_checkpoint_to_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
+    "get_model_state_file",
+    "get_model_state_files",
+    "get_optim_files",
     "load_state_dict_from_zero_checkpoint",
     "main",
 ]

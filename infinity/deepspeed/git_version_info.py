@@ -1,0 +1,45 @@
+"""Names of `deepspeed.git_version_info`: versions and compiled operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import infinity.deepspeed as root
+from infinity.deepspeed.accelerator import get_accelerator
+from infinity.deepspeed.ops.op_builder import compatible_ops
+
+version = root.__version__
+git_hash = root.__git_hash__
+git_branch = root.__git_branch__
+accelerator_name = get_accelerator().device_name()
+installed_ops = compatible_ops
+"""Operator → True if it is part of this installation, which needs no compiler."""
+
+
+def _nccl_version() -> str:
+    if not torch.cuda.is_available():
+        return "0.0"
+    found: Any = torch.cuda.nccl.version()
+    return ".".join(map(str, found[:2]))
+
+
+torch_info: dict[str, Any] = {
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "bf16_support": get_accelerator().is_bf16_supported(),
+    "cuda_version": torch.version.cuda or "0.0",
+    "nccl_version": _nccl_version(),
+    "hip_version": torch.version.hip or "0.0",
+}
+"""Versions of the torch that runs, where DeepSpeed has those of the torch that it was compiled with."""
+
+__all__ = [
+    "accelerator_name",
+    "compatible_ops",
+    "git_branch",
+    "git_hash",
+    "installed_ops",
+    "torch_info",
+    "version",
+]
