@@ -258,6 +258,32 @@ def test_a_model_built_in_zero_init_is_the_same_model(opens: Opens, tmp_path: Pa
         deepspeed.zero.Init(zero_quantized_weights=True)
 
 
+@pytest.mark.parametrize("nvme", [False, True], ids=["memory", "nvme"])
+def test_one_rank_constructs_an_engine_in_zero_init(opens: Opens, nvme: bool, tmp_path: Path) -> None:
+    """It trains as one that is constructed after nested blocks, in them and after them, with bf16 as default dtype."""
+    place = {"device": "nvme", "nvme_path": str(tmp_path / "swap")}
+    zero = {"stage": 3, **({"offload_param": place, "offload_optimizer": place} if nvme else {})}
+    config = {"zero_optimization": zero, "bf16": {"enabled": True}}
+    engines = []
+    for inside in (True, False):
+        with deepspeed.zero.Init(config_dict_or_path=config), deepspeed.zero.Init(config_dict_or_path=config):
+            model = seeded(Stack)
+            engine = opens(3, model, **config) if inside else None
+            if engine is not None:
+                engine.backward(engine(*token_batches(1)[0]))
+                engine.step()
+        if engine is None:
+            engine = opens(3, model, **config)
+            engine.backward(engine(*token_batches(1)[0]))
+            engine.step()
+        engine.backward(engine(*token_batches(1)[0]))
+        engine.step()
+        engines.append(engine)
+    first, second = (engine.module_state_dict() for engine in engines)
+    assert all(torch.equal(first[name], second[name]) for name in second)
+    assert torch.get_default_dtype() == torch.float32
+
+
 def test_leaf_modules_are_marked() -> None:
     """Marks by class, name of a class, module name and suffix; a class that does not occur raises."""
     utils = deepspeed.utils
