@@ -52,6 +52,7 @@ def export(
     max_shard_size: int | str = "5GB",
     config_from: str | Path | None = None,
     verify: bool = True,
+    every_name: bool = False,
     step: Step = lambda done, what: None,
 ) -> Path:
     """Write the parameters and persistent buffers of a checkpoint to the new folder `out`, and return `out`.
@@ -62,9 +63,9 @@ def export(
     config_from: a Hugging Face folder whose other files (config.json, the tokenizer's) are copied; the dtype in the
     copied config.json is set to that of the weights. verify: first read the whole checkpoint and compare its checksums.
 
-    Names are the keys of the model's state_dict; a shared parameter is written once, under its first name. Needs host
-    memory for a part of one parameter. `out` appears complete or not at all. Raises CheckpointError, OutOfSpaceError
-    or UsageError before anything is written.
+    Names are the keys of the model's state_dict. A shared parameter or buffer is written once, under its first name, as
+    Hugging Face does; every_name: under each of its names. Needs host memory for a part of one parameter. `out` appears
+    complete or not at all. Raises CheckpointError, OutOfSpaceError or UsageError before anything is written.
     """
     out, checkpoint = Path(out), Path(checkpoint)
     folder = checkpoint if tag is None and (checkpoint / INDEX).is_file() else find(checkpoint, tag)
@@ -72,6 +73,8 @@ def export(
     index = read_index(folder)
     check_files(index, folder)
     tensors = _tensors(index, folder, target_dtype)
+    if every_name:
+        tensors |= {alias: tensors[name] for alias, name in index.aliases.items() if name in tensors}
     shards = _shards(tensors, parse_size(max_shard_size))
     others = _others(Path(config_from)) if config_from is not None else []
     dtypes = {name: tensors[name].spec.dtype for name in index.parameters}

@@ -32,6 +32,8 @@ FORMAT = "infinity-checkpoint"
 VERSION = 4
 SHARDED_VERSION = 5
 """Version of a checkpoint whose states are in files of ranks (`infinity.checkpoint.committed`)."""
+ALIASES_VERSION = 6
+"""Version of a checkpoint of a model with shared parameters or buffers, whose further names the index holds."""
 _READ_TOO = (1, 2, 3)
 """Older versions that are readable. 1 does not record that its moments are fp32, 2 has no checksums and no RNG states,
 3 has no checksum of the index itself.
@@ -92,6 +94,8 @@ class Index:
     """Number of ranks with states in files of their own, as a durable run commits them (`states_file`); 0: states are
     in the file of each entry.
     """
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Further name of a shared parameter or buffer → the name under which it is saved."""
 
     def kinds(self, name: str) -> tuple[StateKind, ...]:
         """Return a parameter's saved tensors: fp32 master and moments if trained, else the parameter itself."""
@@ -103,9 +107,11 @@ class Index:
 
     def to_json(self) -> str:
         content = json.loads(json.dumps(asdict(self)))  # keys become strings, as they will be read
-        version = SHARDED_VERSION if self.shards else VERSION
-        if not self.shards:
-            del content["shards"]  # which version 4 lacks
+        version = ALIASES_VERSION if self.aliases else SHARDED_VERSION if self.shards else VERSION
+        if version < ALIASES_VERSION:
+            del content["aliases"]
+        if version < SHARDED_VERSION:
+            del content["shards"]
         return json.dumps({"format": FORMAT, "version": version, "crc32": _crc32(content), **content}, indent=1)
 
 
@@ -172,9 +178,9 @@ def read_index(folder: Path) -> Index:
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise CheckpointError(f"{path} is not the index of an Infinity checkpoint")
     version = content.pop("version", None)
-    if version not in (SHARDED_VERSION, VERSION, *_READ_TOO):
+    if version not in (ALIASES_VERSION, SHARDED_VERSION, VERSION, *_READ_TOO):
         raise CheckpointError(
-            f"{path} has format version {version!r:.40}, this Infinity reads up to {SHARDED_VERSION}: use a newer "
+            f"{path} has format version {version!r:.40}, this Infinity reads up to {ALIASES_VERSION}: use a newer "
             "Infinity"
         )
     crc32 = content.pop("crc32", None)
@@ -205,6 +211,7 @@ def _problems(index: Index, *, has_checksums: bool) -> Iterator[str]:
     counts = [index.global_steps, index.skipped_steps, *index.file_bytes.values(), *index.file_crc32.values()]
     counts += [count for entry in index.parameters.values() for count in (*entry.shape, entry.step)]
     yield from (f"a count, which is {count}" for count in counts if not 0 <= count < 1 << 63)
+    yield from (f"the name {alias!r}, twice" for alias in index.aliases if alias in index.parameters)
     if BUFFERS not in index.file_bytes:
         yield f"the size of {BUFFERS}"
     if not 0 <= index.shards < len(index.file_bytes):
@@ -304,12 +311,26 @@ def _listed(names: Sequence[str]) -> str:
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} others"
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return name → buffer for the buffers in a state_dict. Names omit the wrappers that `torch.compile` adds."""
-    persistent = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set
+def names_of_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return name → buffer for the buffers in a state_dict, a shared one under each of its names.
+
+    Names omit the wrappers that `torch.compile` adds.
+    """
+    return {
+        own_name(f"{path}.{name}" if path else name): buffer
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
     }
-    return {own_name(name): buffer for name, buffer in model.named_buffers() if name in persistent}
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return `names_of_buffers`, a shared one under its first name only."""
+    first = {id(buffer): name for name, buffer in reversed(names_of_buffers(model).items())}
+    return {name: buffer for name, buffer in names_of_buffers(model).items() if first[id(buffer)] == name}
+
+
+def aliases_of_buffers(model: nn.Module) -> dict[str, str]:
+    """Return further name of a shared buffer → its name in `persistent_buffers`."""
+    first = {id(buffer): name for name, buffer in persistent_buffers(model).items()}
+    return {name: first[id(b)] for name, b in names_of_buffers(model).items() if first[id(b)] != name}

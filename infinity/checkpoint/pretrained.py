@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from infinity.checkpoint.format import persistent_buffers
+from infinity.checkpoint.format import names_of_buffers, persistent_buffers
 from infinity.checkpoint.tensors import PART, WEIGHTS, WEIGHTS_INDEX, Spec, read_part, spec_of
 from infinity.comm.side import Place
 from infinity.construction.materialize import make_buffers
@@ -93,7 +93,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
             continue
         tensor = replace(whole, place=target.place)
         if not isinstance(target.tensor, nn.Parameter):
-            _load_buffer(model, target.own, target.tensor, tensor)
+            _load_buffer(model, target.names, target.tensor, tensor)
         elif target.tensor.is_meta:
             note_source(target.tensor, tensor)
         else:
@@ -129,16 +129,19 @@ def _targets(model: nn.Module) -> list[_Target]:
         (own, piece), *_ = named = found[id(parameter)]
         names = tuple(each.name for _, each in named)
         targets.append(_Target(parameter, own, names, piece.shape, piece.place))
-    buffers = persistent_buffers(model).items()
-    return targets + [_Target(buffer, name, (name,), tuple(buffer.shape)) for name, buffer in buffers]
+    buffers = names_of_buffers(model)
+    for own, buffer in persistent_buffers(model).items():
+        names = tuple(name for name, each in buffers.items() if each is buffer)
+        targets.append(_Target(buffer, own, names, tuple(buffer.shape)))
+    return targets
 
 
-def _load_buffer(model: nn.Module, name: str, buffer: torch.Tensor, tensor: SavedTensor) -> None:
-    """Load a buffer; one on the meta device is replaced by one on the CPU."""
+def _load_buffer(model: nn.Module, names: Iterable[str], buffer: torch.Tensor, tensor: SavedTensor) -> None:
+    """Load a buffer; one on the meta device is replaced under all of its names by one on the CPU."""
     if buffer.is_meta:
         buffer = torch.empty_like(buffer, device="cpu")
-        path, _, own = name.rpartition(".")
-        uncompiled(model.get_submodule(path))._buffers[own] = buffer
+        for path, _, own in (name.rpartition(".") for name in names):
+            uncompiled(model.get_submodule(path))._buffers[own] = buffer
     tensor.copy_to(buffer)
     note_loaded(buffer)
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from infinity.checkpoint import rng
-from infinity.checkpoint.format import CLIENT_STATE, Entry, Index, persistent_buffers
+from infinity.checkpoint.format import CLIENT_STATE, Entry, Index, aliases_of_buffers, persistent_buffers
 from infinity.checkpoint.parts import ModelParts, Run
 from infinity.comm.dtensor import is_distributed
 from infinity.comm.side import Place, SideChannel
 from infinity.errors import CheckpointError
 from infinity.nn.pieces import Piece, Pieces
 from infinity.plan.layout import UnitLayout
+from infinity.units.compiled import own_name
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,14 @@ def capture(
     """leaves_out: return whether a parameter is not saved."""
     entries: dict[str, Entry] = {}
     divided, pieces, found = {}, {}, Pieces(model)
+    saved: dict[int, str] = {}
     for unit in parts.units:
         dtype = str(unit.layout.dtype).removeprefix("torch.")
         for slot, parameter, step in zip(unit.layout.slots, unit.parameters, unit.steps, strict=True):
             if leaves_out(parameter):
                 continue
             piece = pieces[slot.name] = found.of(slot.name, parameter)
+            saved[id(parameter)] = piece.name
             file = f"tiled-{len(entries):05d}.safetensors" if piece.place else unit_file(unit.layout)
             entry = Entry(piece.shape, dtype, unit.layout.trainable, file, step, slot.group)
             if entries.setdefault(piece.name, entry).step != step:
@@ -73,7 +76,7 @@ def capture(
                 divided[slot.name] = Divided(piece.shape, channel.of_model(parts.ranks.model.place(parameter)))
     generators = rng.pack_states(channel, parts.device.torch_device)
     return Snapshot(
-        index=_index(run, entries),
+        index=_index(run, entries, {**_aliases(model, found, saved), **aliases_of_buffers(model)}),
         raw={CLIENT_STATE: client_state, rng.FILE: generators},
         buffers=_host(persistent_buffers(model)) if channel.writes else {},
         layouts=[layout for layout in _order(parts, channel) if any(slot.name in pieces for slot in layout.slots)],
@@ -106,7 +109,14 @@ def _host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
 
 
-def _index(run: Run, entries: dict[str, Entry]) -> Index:
+def _aliases(model: nn.Module, found: Pieces, saved: Mapping[int, str]) -> dict[str, str]:
+    """Return further name of a shared parameter → the name under which it is saved. saved: those names by `id`."""
+    named = model.named_parameters(remove_duplicate=False)
+    names = [(found.of(own_name(name), p).name, saved[id(p)]) for name, p in named if id(p) in saved]
+    return {name: first for name, first in names if name != first}
+
+
+def _index(run: Run, entries: dict[str, Entry], aliases: dict[str, str]) -> Index:
     return Index(
         global_steps=run.global_steps,
         parameters=entries,
@@ -117,4 +127,5 @@ def _index(run: Run, entries: dict[str, Entry]) -> Index:
         moments=run.moments,
         skipped_steps=run.skipped_steps,
         loss_scale=run.loss_scale,
+        aliases=aliases,
     )

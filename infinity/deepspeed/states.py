@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.format import LATEST, persistent_buffers
+from infinity.checkpoint.format import LATEST, names_of_buffers
 from infinity.deepspeed.checks import FailedRanksCheck, WrongValue
 from infinity.deepspeed.engine_names import Reads, read
 from infinity.deepspeed.offload_names import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -106,7 +106,7 @@ class SavingEngine(ReportingEngine):
             self._engine.load_with(lambda model: custom_load_fn(src=states, dst=model))
             return
         parameters = self._by_key()
-        buffers = persistent_buffers(self.module)
+        buffers = names_of_buffers(self.module)
         missing, unexpected = {*parameters, *buffers} - set(states), set(states) - {*parameters, *buffers}
         if strict and (missing or unexpected):
             raise UsageError(

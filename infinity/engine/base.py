@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from infinity.checkpoint.format import persistent_buffers
+from infinity.checkpoint.format import aliases_of_buffers, persistent_buffers
 from infinity.comm.communicator import Communicator
 from infinity.engine.buffers import cast_buffers
 from infinity.engine.collected import end_collected
@@ -200,8 +200,10 @@ class BaseEngine(ABC):
                 local = flat[slot.offset : slot.stop].view(slot.shape).clone()
                 value = self.ranks.model.whole(parameter, local)
                 yield from assembly.add(found.get(id(parameter), [Piece(slot.name, slot.shape)]), value)
+        aliases = aliases_of_buffers(self.module)
         for name, buffer in persistent_buffers(self.module).items():
-            yield name, buffer.detach().cpu().clone()
+            value = buffer.detach().cpu().clone()
+            yield from ((each, value) for each in (name, *(a for a, first in aliases.items() if first == name)))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return `stream_state_dict()` as a dict. Needs host memory for the whole model on every rank."""

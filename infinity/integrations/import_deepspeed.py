@@ -105,6 +105,7 @@ def import_deepspeed(
             moments=moments,
             skipped_steps=_count(stored, "skipped_steps"),
             loss_scale=loss_scale_of(stored),
+            aliases=stored.aliases,
         )
         client_state = pack_client_state(plain.client_state(stored))
     total = sum(spec.nbytes for specs in tensors.values() for spec in specs.values())

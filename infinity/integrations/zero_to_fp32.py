@@ -89,8 +89,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(model: Model, checkpoint_dir: str | Path, tag: str | None = None) -> Model:
     """Move `model` to the CPU, load a DeepSpeed checkpoint's parameters and buffers into it, and return it.
 
-    As in DeepSpeed, names that only one of the two has are ignored. A model of an engine cannot be loaded this way:
-    import the checkpoint, and call `engine.load_checkpoint`.
+    As in DeepSpeed, names that only one of the two has are ignored. The model must have no engine.
     """
     whole = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model.cpu()

@@ -150,6 +150,25 @@ def test_a_shared_parameter_may_have_any_of_its_names(tmp_path: Path) -> None:
         infinity.load_pretrained(on_meta(lambda: Stack(tied=True)), tmp_path)
 
 
+class Sharing(nn.Module):
+    """Two modules with one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Module(), nn.Module()
+        self.first.register_buffer("scale", torch.tensor([2.0, 3.0]))
+        self.second.register_buffer("scale", self.first.scale)
+
+
+@pytest.mark.parametrize("stored", ["first.scale", "second.scale"])
+def test_a_shared_buffer_is_loaded_under_any_name(tmp_path: Path, stored: str) -> None:
+    """It stays shared, also where it was on the meta device."""
+    save_file({stored: torch.tensor([5.0, 7.0])}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for model in (Sharing(), on_meta(Sharing)):
+        infinity.load_pretrained(model, tmp_path)
+        assert model.first.scale is model.second.scale and model.first.scale.tolist() == [5.0, 7.0]
+
+
 @pytest.mark.parametrize(
     ("others", "said"),
     [

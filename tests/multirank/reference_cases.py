@@ -8,7 +8,8 @@ import torch
 
 import infinity.deepspeed as deepspeed
 from infinity.deepspeed.runtime.zero import ZeroParamStatus
-from support.models import Stack, seeded
+from infinity.deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
+from support.models import Stack, seeded, token_batches
 
 
 def saved(rank: int, *, stage: int, folder: str) -> dict[str, Any]:
@@ -37,3 +38,22 @@ def saved(rank: int, *, stage: int, folder: str) -> dict[str, Any]:
     engine.destroy()
     other.destroy()
     return seen
+
+
+def made_plain(rank: int, *, folder: str) -> dict[str, Any]:
+    """Save a trained model that shares its head, and load the checkpoint into it while its engine is open."""
+    place = {"device": "nvme", "nvme_path": folder}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "steps_per_print": 0,
+        "infinity": {"unit_size": 20_000},
+    }
+    engine, *_ = deepspeed.initialize(model=seeded(lambda: Stack(tied=True)), config=config)
+    engine.backward(engine(*token_batches(1)[0]))
+    engine.step()
+    engine.save_checkpoint(folder)
+    values = dict(engine.training_engine.stream_state_dict())
+    model = load_state_dict_from_zero_checkpoint(engine.module, folder)
+    return {"values": values, "model": {name: value.clone() for name, value in model.state_dict().items()}}

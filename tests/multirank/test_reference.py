@@ -26,3 +26,10 @@ def test_a_reference_model_is_saved_and_loaded(pair: Group, stage: int, tmp_path
             halves = [-(-p.numel() // 2) for p in model.parameters()]
             sizes = zip(model.parameters(), halves, strict=True)
             assert seen["sizes"] == [(p.numel(), half, half) for p, half in sizes]
+
+
+def test_an_open_engines_model_becomes_a_plain_one(pair: Group, tmp_path: Path) -> None:
+    """The last line of many scripts, on every rank: shards on nvme, and a shared head under both names."""
+    for seen in pair.run(reference_cases.made_plain, folder=str(tmp_path)):
+        assert seen["model"].keys() == seen["values"].keys() >= {"head.weight", "embedding.weight"}
+        assert all(torch.equal(seen["model"][name], value) for name, value in seen["values"].items())

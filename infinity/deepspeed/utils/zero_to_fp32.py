@@ -23,7 +23,7 @@ from infinity.checkpoint.verify import check_contents, check_files
 from infinity.deepspeed.utils.checkpoint_files import get_model_state_file, get_model_state_files, get_optim_files
 from infinity.errors import UsageError
 from infinity.integrations import zero_to_fp32 as theirs
-from infinity.nn.pieces import Piece, Pieces
+from infinity.nn.pieces import Piece
 from infinity.outputs import replacing
 from infinity.sizes import parse_size
 
@@ -35,8 +35,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, torch.Tensor]:
     """Return the masters and buffers of a checkpoint, compared with its checksums: fp32, unsharded, in host memory.
 
-    tag: by default the last. A shared parameter has one entry, under its first name. Raises UsageError for
-    lazy_mode; `convert_zero_checkpoint_to_fp32_state_dict` converts checkpoints larger than memory.
+    tag: by default the last. Names of a shared parameter or buffer share one tensor. Raises UsageError for lazy_mode;
+    `convert_zero_checkpoint_to_fp32_state_dict` converts checkpoints larger than memory.
     """
     if lazy_mode:
         raise UsageError(
@@ -53,33 +53,29 @@ def get_fp32_state_dict_from_zero_checkpoint(
     states: dict[str, torch.Tensor] = {}
     for name, entry in index.parameters.items():
         kind = index.kinds(name)[0]  # the master, or a frozen parameter itself
-        if exclude_frozen_parameters and len(index.kinds(name)) == 1:
+        if exclude_frozen_parameters and not entry.trainable:
             continue
         value = saved.read(Piece(name, entry.shape), [kind])[kind.name]
         states[name] = value.float() if value.is_floating_point() else value
     with safe_open(folder / BUFFERS, framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 - safe_open is not iterable
             states[name] = tensors.get_tensor(name)
-    return states
+    return states | {alias: states[name] for alias, name in index.aliases.items() if name in states}
 
 
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Move `model` to the CPU, load a checkpoint's masters into it, and return it. Not for the model of an engine."""
-    if _is_deepspeeds(checkpoint_dir, tag):
-        return theirs.load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag)
+    """Move `model` to the CPU, load a checkpoint's masters into it, and return it.
+
+    As in DeepSpeed, an engine of the model ends with this call, so that the model is a plain one again, also after
+    `engine.destroy()`. Parameters keep their dtypes. Raises CheckpointError, before any change, if the checkpoint is
+    missing, damaged or of another model. Names that only DeepSpeed's own checkpoint or the model has are ignored.
+    """
+    from infinity.deepspeed.plain_model import load_plain  # here, since the command needs no engine
+
     states = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    model = model.cpu()
-    pieces, owners = Pieces(model), dict[int, list[str]]()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(pieces.of(name, parameter).name)
-    for names in owners.values():  # a shared parameter has one entry
-        saved = next((states[name] for name in names if name in states), None)
-        if saved is not None:
-            states |= dict.fromkeys(names, saved)
-    model.load_state_dict(states)
-    return model
+    return load_plain(model, states, Path(checkpoint_dir), strict=not _is_deepspeeds(checkpoint_dir, tag))
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -102,7 +98,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     if safe_serialization:
         if exclude_frozen_parameters:
             raise UsageError("safe_serialization=True writes all parameters: leave exclude_frozen_parameters out")
-        export(checkpoint_dir, output_dir, tag=tag, dtype="fp32", max_shard_size=max_shard_size)
+        export(checkpoint_dir, output_dir, tag=tag, dtype="fp32", max_shard_size=max_shard_size, every_name=True)
         return
     states = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     nbytes = sum(value.nbytes for value in states.values())
