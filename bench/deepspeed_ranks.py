@@ -130,7 +130,7 @@ def claim_operators() -> None:
     if isinstance(info, dict):
         info.update(cuda_version="12.1", nccl_version="2.20", bf16_support=True)
     operators = _module("deepspeed.ops")
-    operators.__compatible_ops__ = defaultdict(bool, getattr(operators, "__compatible_ops__", {}))
+    vars(operators)["__compatible_ops__"] = defaultdict(bool, getattr(operators, "__compatible_ops__", {}))
 
 
 substitute()
