@@ -22,6 +22,7 @@ class Operation(IntEnum):
     REFRESH_VIEWS = 6
     BARRIER = 7
     GIVE_UP = 8
+    COMPARE_BATCHES = 9
 
 
 _VERBS = {
@@ -34,6 +35,7 @@ _VERBS = {
     Operation.REFRESH_VIEWS: "refreshes views",
     Operation.BARRIER: "waits for all",
     Operation.GIVE_UP: "gives up",
+    Operation.COMPARE_BATCHES: "compares the first batches",
 }
 
 

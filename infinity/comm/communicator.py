@@ -403,11 +403,14 @@ class Communicator:
             _all_gather(parts, mine, group=self._host)
         return tuple(sum_in_order(column) for column in zip(*parts.view(self.size, -1).tolist(), strict=True))
 
-    def gather(self, mine: Any) -> list[Any]:
-        """All-gather a small object over data- and model-parallel ranks; data-parallel ranks vary fastest."""
+    def gather(self, mine: Any, operation: Operation = Operation.READ_STATES) -> list[Any]:
+        """All-gather a small object over data- and model-parallel ranks; data-parallel ranks vary fastest.
+
+        operation: purpose of the exchange.
+        """
         if self.is_single:
             return self.model.gather(mine)
-        found: list[Any] = self._together(Operation.READ_STATES, 1, self._gather_objects, mine)
+        found: list[Any] = self._together(operation, 1, self._gather_objects, mine)
         return [each for column in self.model.gather(found) for each in column]
 
     def _gather_objects(self, mine: Any) -> list[Any]:

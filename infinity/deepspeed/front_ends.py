@@ -28,24 +28,28 @@ def check_processes() -> None:
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if counted is not None and counted < ranks:
         raise UsageError(
-            f"Accelerate counts {counted} process, but the process group has {ranks} ranks, so that every rank would "
-            "train on the same data. Trainer: pass --use_cpu true --ddp_backend gloo. Accelerator: pass "
-            'kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]. Do not call init_process_group() before either.'
+            f"Accelerate counts {counted} of the {ranks} ranks of the process group, so that they would train on the "
+            "same data. Do not call init_process_group() before TrainingArguments or Accelerator, or pass --use_cpu "
+            'true to a Trainer, and kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to an Accelerator.'
         )
 
 
 _KEYS_OF = {
-    "SGD": ("nesterov", "dampening"),
-    "RMSprop": ("alpha", "centered"),
-    "Adafactor": ("scale_parameter", "clip_threshold", "decay_rate"),
+    "SGD": ("dampening",),
+    "RMSprop": ("centered",),
+    "Adafactor": ("scale_parameter", "clip_threshold", "decay_rate", "beta2_decay"),
     "Adagrad": ("lr_decay", "initial_accumulator_value"),
     "Adadelta": ("rho",),
     "Rprop": ("etas", "step_sizes"),
     "NAdam": ("momentum_decay",),
+    "ASGD": ("lambd",),
+    "Muon": ("ns_steps",),
 }
-"""Optimizer → keys of its param_groups that Adam lacks."""
+"""Optimizer → keys of its param_groups that no Adam has: those of bitsandbytes have `alpha`, too."""
+_OF_TORCH = {"foreach", "differentiable"}
+"""Keys of torch's optimizers. Its Adam has `amsgrad` as well; RAdam and Adamax have no key of their own."""
 _USED = ("SGD", "Adagrad")
-"""Optimizers of which an engine has the update."""
+"""Optimizers whose update an engine has."""
 
 
 def check_groups(params: Any) -> None:
@@ -55,17 +59,18 @@ def check_groups(params: Any) -> None:
     """
     groups = params if isinstance(params, (list, tuple)) else ()
     keys = {key for group in groups if isinstance(group, dict) for key in group}
-    for name, own in _KEYS_OF.items():
-        found = [key for key in own if key in keys]
-        if found:
-            fix = f'Set "zero_force_ds_cpu_optimizer": false in the config, so that {name} itself is used'
-            if name not in _USED:
-                fix = f"An engine does not have the update of {name}"
-            raise ConfigError(
-                f"DeepSpeedCPUAdam was given the param_groups of {name} (with {', '.join(found)}), and would train "
-                "with Adam in its place. Accelerate and Trainer do so for every optimizer if the config has "
-                f"offload_optimizer. {fix}, or choose AdamW (--optim adamw_torch)."
-            )
+    name = next((name for name, own in _KEYS_OF.items() if keys.intersection(own)), None)
+    if name is None and keys >= _OF_TORCH and "amsgrad" not in keys:
+        name = "an optimizer of torch other than Adam"
+    if name is not None:
+        fix = f'Set "zero_force_ds_cpu_optimizer": false in the config, so that {name} itself is used'
+        if name not in _USED:
+            fix = f"An engine does not have the update of {name}: choose SGD or Adagrad with that key false"
+        raise ConfigError(
+            f"DeepSpeedCPUAdam was given the param_groups of {name}, and would train with Adam in its place. "
+            "Accelerate and Trainer construct it for every optimizer if the config has offload_optimizer. "
+            f"{fix}, or choose AdamW (--optim adamw_torch)."
+        )
 
 
 def _state() -> dict[str, Any]:

@@ -158,3 +158,73 @@ def test_a_scheduler_of_another_optimizer_is_refused(opens: Opens) -> None:
     scheduler = LambdaLR(OPTIMIZERS["SGD"](model.parameters()), lambda step: 1.0)
     with pytest.raises(ConfigError, match="sets the rates of a SGD that the engine does not use"):
         opens(2, model=model, given={"lr_scheduler": scheduler})
+
+
+# -- optimizers that Accelerate replaces -------------------------------------------------------------------------------
+
+
+def replaced(kind: type[torch.optim.Optimizer], original: torch.optim.Optimizer, **options: Any) -> Any:
+    """Construct one of DeepSpeed's optimizers from another's groups, as Accelerate does for offload_optimizer."""
+    return kind(original.param_groups, lr=original.defaults["lr"], adamw_mode=False, **options)  # type: ignore[call-arg]
+
+
+OTHERS = sorted(
+    name
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in ("Optimizer", "Adam", "AdamW")
+)
+TAKE_NO_MATRIX = ("LBFGS", "SparseAdam")
+"""Optimizers of torch whose groups have neither a key of their own that Adam lacks, nor a use for a model."""
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if name not in TAKE_NO_MATRIX])
+def test_groups_of_another_optimizer_are_refused(name: str) -> None:
+    """DeepSpeedCPUAdam refuses the groups of torch's other optimizers, before it changes them."""
+    original = getattr(torch.optim, name)([nn.Parameter(torch.zeros(2, 2))], lr=0.1)
+    keys = set(original.param_groups[0])
+    with pytest.raises(ConfigError, match="DeepSpeedCPUAdam was given the param_groups of") as raised:
+        replaced(DeepSpeedCPUAdam, original)
+    hint = 'Set "zero_force_ds_cpu_optimizer": false' in str(raised.value)
+    assert hint == (name in ("SGD", "Adagrad")) and "--optim adamw_torch" in str(raised.value)
+    assert set(original.param_groups[0]) == keys
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_groups_of_adam_are_taken(kind: type[torch.optim.Adam]) -> None:
+    """The groups are shared with the original, whose scheduler goes on to set their rates."""
+    original = kind([nn.Parameter(torch.zeros(2))], lr=0.1)
+    optimizer = replaced(DeepSpeedCPUAdam, original)
+    assert optimizer.param_groups[0] is original.param_groups[0]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"lr": 0.1, "name": "head", "lr_scale": 0.5, "initial_lr": 0.1},
+        {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "alpha": 0.0, "t_alpha": None},
+    ],
+    ids=["bare", "own keys", "AdamW of bitsandbytes"],
+)
+def test_other_groups_are_taken(keys: dict[str, Any]) -> None:
+    assert DeepSpeedCPUAdam([{"params": [nn.Parameter(torch.zeros(2))], **keys}])
+
+
+def test_adagrad_that_accelerate_replaces(opens: Opens) -> None:
+    """DeepSpeedCPUAdagrad takes torch's groups and trains as torch's, with lr_decay too."""
+    model, other = seeded(Stack), seeded(Stack)
+    options = {"lr": 1e-2, "lr_decay": 0.1, "eps": 1e-6}
+    expected = plainly(model, torch.optim.Adagrad(model.parameters(), **options))
+    optimizer = replaced(DeepSpeedCPUAdagrad, torch.optim.Adagrad(other.parameters(), **options))
+    engine = opens(2, model=other, given={"optimizer": optimizer}, optimizer=None)
+    assert_equal(trained(engine), expected)
+
+
+def test_adagrad_with_a_first_sum_is_refused() -> None:
+    original = torch.optim.Adagrad([nn.Parameter(torch.zeros(2))], initial_accumulator_value=0.5)
+    with pytest.raises(ConfigError, match=r"initial_accumulator_value is 0\.5.*zero_force_ds_cpu_optimizer"):
+        replaced(DeepSpeedCPUAdagrad, original)
+
+
+def test_lion_takes_accelerates_arguments() -> None:
+    assert DeepSpeedCPULion([nn.Parameter(torch.zeros(2))], lr=0.1, weight_decay=0.0, adamw_mode=False)

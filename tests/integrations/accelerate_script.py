@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler, InitProcessGroupKwargs, set_seed
+from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler, set_seed
 from hugging_face import gpt2, rows, run_cases
 from torch.utils.data import DataLoader
 
@@ -17,12 +17,10 @@ from torch.utils.data import DataLoader
 def make_accelerator(plugin: DeepSpeedPlugin | None, accumulation: int = 1) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ["ACCELERATE_USE_DEEPSPEED"] = str(plugin is not None).lower()  # as its launcher
-    ranks = [InitProcessGroupKwargs(backend="gloo")]  # without it, Accelerate sees one process on a CPU
     return Accelerator(
         cpu=plugin is None,
         deepspeed_plugin=plugin,
         gradient_accumulation_steps=accumulation,
-        kwargs_handlers=ranks if plugin and "RANK" in os.environ else None,
     )
 
 

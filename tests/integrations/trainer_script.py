@@ -7,11 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from hugging_face import gpt2, rows, run_cases
 from torch import nn
 from transformers import GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, UsageError
 
 CONFIGS = Path(__file__).parents[1] / "config" / "public"
 GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
@@ -250,6 +251,16 @@ def documented(folder: Path) -> Any:
         config["zero_optimization"][name]["nvme_path"] = str(folder)
     run = trainer(folder, config, use_cpu=False)
     return trained(run) | {"of": [run.args.process_index, run.args.world_size]}
+
+
+def initialized(folder: Path) -> Any:
+    """Runs of a script that has a process group before its arguments, without and with the setting for the CPU."""
+    torch.distributed.init_process_group("gloo")
+    try:
+        found: Any = trained(trainer(folder, auto(2), use_cpu=False))
+    except UsageError as error:
+        found = str(error)
+    return [found, trained(trainer(folder, auto(2)))]
 
 
 def _first_block(page: Path, language: str) -> str:

@@ -31,3 +31,10 @@ class DeepSpeedCPUAdagrad(FlatOptimizer):
             raise ConfigError("amsgrad is True, which Adagrad does not have: leave it out")
         check_moments(fp32_optimizer_states)
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+        first = {group.get("initial_accumulator_value", 0) for group in self.param_groups} - {0}
+        if first:
+            raise ConfigError(
+                f"initial_accumulator_value is {first.pop()}, and DeepSpeedCPUAdagrad starts at 0. Pass "
+                "torch.optim.Adagrad to initialize(); with Accelerate and offload_optimizer, set "
+                '"zero_force_ds_cpu_optimizer": false in the config.'
+            )

@@ -13,7 +13,10 @@ from infinity.rules import HYPER_KEYS, Hyper, Rule
 
 
 class DeepSpeedCPULion(FlatOptimizer):
-    """Lion (Chen et al. 2023) for parameters in host memory, with DeepSpeed's arguments and defaults."""
+    """Lion (Chen et al. 2023) for parameters in host memory, with DeepSpeed's arguments and defaults.
+
+    adamw_mode: no effect; Accelerate passes it to every optimizer of DeepSpeed's.
+    """
 
     update_rule = "lion"
 
@@ -24,6 +27,8 @@ class DeepSpeedCPULion(FlatOptimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
         fp32_optimizer_states: bool = True,
+        *,
+        adamw_mode: bool = False,
     ) -> None:
         check_moments(fp32_optimizer_states)
         super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
