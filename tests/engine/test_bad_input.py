@@ -328,7 +328,7 @@ def test_step_before_backward(leaves_nothing: Path) -> None:
 @pytest.mark.parametrize("loss", [1.0, None, torch.ones(3, requires_grad=True), torch.ones(())])
 def test_a_loss_that_is_none(leaves_nothing: Path, loss: Any) -> None:
     with make(seeded(Stack), raw(leaves_nothing)) as engine:
-        with pytest.raises(UsageError, match=r"engine\.backward\(loss\) needs a scalar loss"):
+        with pytest.raises(UsageError, match=r"engine\.backward\(loss\) needs a scalar tensor"):
             engine.backward(loss)
         train(engine, token_batches(1))
 

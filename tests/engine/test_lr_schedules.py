@@ -106,7 +106,6 @@ def test_a_warmup_longer_than_the_schedule_is_logged(caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize(
     ("name", "params", "said"),
     [
-        ("WarmupLR", {"warmup_type": "cubic"}, "warmup_type is 'cubic'"),
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps is 0"),
         ("WarmupCosineLR", {"total_num_steps": 9, "warmup_num_steps": 2.5}, "warmup_num_steps is 2.5"),
         ("WarmupLR", {"warmup_max_lr": [1.0, 2.0, 3.0]}, "warmup_max_lr has 3 values and the optimizer 2"),
