@@ -34,8 +34,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install test test-with test-campaign test-device test-integrations test-late fuzz zoo mutants sanitize lint format docs wheel \
-	gpu-bundle gpu-dry-run run bench clean
+.PHONY: help install test test-with test-campaign test-device test-integrations test-llamafactory test-late fuzz zoo mutants \
+	sanitize lint format docs wheel gpu-bundle gpu-dry-run run bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -57,6 +57,9 @@ test-device: install ## run the tests that need a CUDA device
 
 test-integrations: install $(VENV)/.integrations ## run the tests with Hugging Face's libraries and Lightning
 	$(VENV)/bin/python -m pytest -m integrations tests/integrations $(ARGS)
+
+test-llamafactory: install $(VENV)/.integrations build/llamafactory/.installed ## run the tests with LLaMA-Factory
+	PYTHONPATH=build/llamafactory $(VENV)/bin/python -m pytest -m integrations tests/integrations/test_llamafactory.py $(ARGS)
 
 test-late: install ## run the tests on the device of tests/late, whose copies and compute are late, in a process of its own
 	$(VENV)/bin/python -m pytest -m late tests/late $(ARGS)
@@ -162,6 +165,12 @@ $(VENV)/.installed: $(VENV)/.packages pyproject.toml $(NATIVE)
 $(VENV)/.integrations: $(VENV)/.installed
 	$(PIP_INSTALL) --quiet $$($(VENV)/bin/python -c 'import importlib.metadata as m; print(*(r.split(";")[0].strip() \
 		for r in m.requires("infinity") if "integrations" in r.partition(";")[2]))')
+	@touch $@
+
+# Before what .venv has: LLaMA-Factory refuses newer releases.
+build/llamafactory/.installed: requirements/llamafactory.txt | $(VENV)/.created
+	rm -rf $(@D)
+	$(PIP) install --quiet --no-deps --target $(@D) --requirement requirements/llamafactory.txt
 	@touch $@
 
 # Tools that nothing imports: in environments of their own, apart from what the tests run in.

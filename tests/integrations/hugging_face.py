@@ -19,7 +19,9 @@ import torch
 from torch import nn
 
 SUBSTITUTED = (sys.executable, "-m", "infinity.deepspeed")
-TWO_RANKS = (sys.executable, "-m", "infinity.cli.main", "run", "--num_gpus", "2", "--no_local_rank")
+ONE_RANK, TWO_RANKS = (
+    (sys.executable, "-m", "infinity.cli.main", "run", "--num_gpus", ranks, "--no_local_rank") for ranks in ("1", "2")
+)
 
 
 def rows(count: int, seed: int = 1) -> list[dict[str, torch.Tensor]]:

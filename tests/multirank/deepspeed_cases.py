@@ -169,11 +169,21 @@ def built(rank: int, *, zero: dict[str, Any]) -> dict[str, Any]:
     engine, *_ = deepspeed.initialize(model=model, config=config)
     seen["states"] = values_of(engine)
     (batch,) = global_batches(1, SAMPLES * 2)
+    hook = head.register_forward_pre_hook(read_gathered)  # as TRL's fused losses gather the head in the forward
     engine.backward(engine(*part(batch, rank)))
     engine.step()
+    hook.remove()
     seen["trained"] = values_of(engine)
-    engine.destroy()
+    engine.training_engine.close(restore=True)
+    with GatheredParameters(model.parameters(), modifier_rank=0):
+        pass
+    seen["returned"] = {name: value.clone() for name, value in model.state_dict().items()}
     return seen
+
+
+def read_gathered(head: Any, inputs: Any) -> None:
+    with GatheredParameters(head.weight):
+        assert not head.weight.isnan().any()
 
 
 def copied(rank: int) -> dict[str, Any]:

@@ -79,6 +79,7 @@ def test_a_model_built_under_init_has_rank_0s_values(pair: Group, nvme: bool, tm
     for seen in ranks:
         for name, value in model.state_dict().items():
             torch.testing.assert_close(seen["trained"][name], value, rtol=1e-5, atol=1e-6)
+            assert torch.equal(seen["returned"][name], seen["trained"][name])
 
 
 def test_copies_of_modules_built_under_init_train_from_rank_0s_values(pair: Group) -> None:
