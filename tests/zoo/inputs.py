@@ -68,6 +68,8 @@ def labelled_text(model: Any, generator: torch.Generator) -> Batch | None:
 def _pixels(model: Any, generator: torch.Generator, *shape: int) -> torch.Tensor:
     vision = part(model.config, "vision_config", "vision", "backbone_config", "encoder_config")
     size = number(vision, "image_size", "img_size") or IMAGE
+    if any(isinstance(module, nn.BatchNorm2d) for module in model.modules()):
+        size = max(size, 4 * IMAGE)  # the statistics of two values amplify every rounding
     channels = number(vision, "num_channels", "in_channels", "in_chans")
     return torch.randn(BATCH, *shape, channels if channels in (1, 3) else 3, size, size, generator=generator)
 
