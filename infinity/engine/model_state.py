@@ -120,9 +120,10 @@ class ModelState:
             elif isinstance(owner, deque):
                 owner.clear()
                 owner.extend(before)
-            elif isinstance(owner, set):
-                owner.clear()
-                owner.update(before)
+            elif isinstance(owner, (set, frozenset)):
+                if isinstance(owner, set) and not _same(_contents_of(owner), before):  # refilling changes the order
+                    owner.clear()
+                    owner.update(before.values())
             elif isinstance(before, dict) and isinstance(owner, dict):
                 _restore(owner, before)
             elif isinstance(before, dict) and _is_plain_object(owner):
@@ -140,6 +141,10 @@ def _restore(present: dict[Any, Any], before: dict[Any, Any]) -> None:
         del present[name]
     for name, value in before.items():
         if dict.get(present, name, _MISSING) is not value:  # subclasses may fetch parameters
+            present[name] = value
+    if not all(map(_is, (name for name in present if name not in _ENGINES), before)):
+        for name, value in before.items():
+            del present[name]
             present[name] = value
 
 
@@ -193,7 +198,9 @@ def _contents_of(value: Any) -> Any:
         return None if value.is_inference() else value._version
     if isinstance(value, dict):
         return dict(dict.items(value))  # subclasses may compute values
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
+    if isinstance(value, (set, frozenset)):
+        return _Members((_identity(part), part) for part in value)
+    if isinstance(value, (list, tuple, deque)):
         return list(value)
     if isinstance(value, type):
         return dict(vars(value))
@@ -226,6 +233,10 @@ def _contents_of(value: Any) -> Any:
     if isinstance(getattr(value, "__dict__", None), dict):
         return {**value.__dict__, **slots}
     return slots or _pickled(value)
+
+
+class _Members(dict[Any, Any]):
+    """The members of a set, by `_identity`. Their order, which depends on how the set was filled, is not compared."""
 
 
 class _Unreadable:
@@ -320,6 +331,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _same(present: Any, before: Any) -> bool:
     """Compare contents: parts by identity, and numbers by value."""
+    if isinstance(before, _Members):
+        return isinstance(present, _Members) and present.keys() == before.keys()
     if isinstance(before, dict):
         if len(present) != len(before):
             return False
@@ -329,6 +342,11 @@ def _same(present: Any, before: Any) -> bool:
     if isinstance(before, list):
         return len(present) == len(before) and all(map(_is, present, before))
     return bool(present == before)
+
+
+def _identity(part: Any) -> Any:
+    """Return a key that is equal for parts that `_is` takes as the same."""
+    return (type(part), part) if type(part) in _PLAIN else id(part)
 
 
 def _is(one: Any, other: Any) -> bool:
