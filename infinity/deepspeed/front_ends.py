@@ -29,8 +29,7 @@ def check_processes() -> None:
     if counted is not None and counted < ranks:
         raise UsageError(
             f"Accelerate counts {counted} of the {ranks} ranks of the process group, so that they would train on the "
-            "same data. Do not call init_process_group() before TrainingArguments or Accelerator, or pass --use_cpu "
-            'true to a Trainer, and kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to an Accelerator.'
+            'same data. Construct the Accelerator before any PartialState, or pass backend="gloo" to PartialState.'
         )
 
 

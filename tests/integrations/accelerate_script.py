@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler, set_seed
 from hugging_face import gpt2, rows, run_cases
 from torch.utils.data import DataLoader
+
+from infinity.errors import UsageError
 
 
 def make_accelerator(plugin: DeepSpeedPlugin | None, accumulation: int = 1) -> Accelerator:
@@ -164,6 +166,22 @@ def ranks(folder: Path) -> Any:
         run = Run(make_accelerator(plugin()), in_config)
         run.train(6)
         found[name] = run.results() | {"ranks": run.accelerator.num_processes}
+    return found
+
+
+def counted(folder: Path) -> Any:
+    """Runs after a PartialState that was constructed before the plugin: its default, and with a backend."""
+    found: dict[str, Any] = {}
+    for backend in (None, "gloo"):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "false"
+        PartialState(backend=backend)
+        try:
+            run = Run(Accelerator(deepspeed_plugin=plugins()["config 2"][0]()), in_config=True)
+            run.train(6)
+            found[str(backend)] = run.results()
+        except UsageError as error:
+            found[str(backend)] = str(error)
     return found
 
 

@@ -53,12 +53,13 @@ def test_saved_weights(results: dict[str, Any]) -> None:
 
 
 def test_two_ranks(results: dict[str, Any], tmp_path: Path) -> None:
-    """Two ranks have the gradients and weights of one process with batches of twice the size.
+    """Two ranks have the gradients and weights of one process with batches of twice the size. Ranks that a PartialState
+    did not count are an error.
 
     Accelerate advances a schedule outside of the config once for each rank, so only stages are compared there.
     """
-    for number, run in enumerate(measure("accelerate_script.py", tmp_path, "ranks", launcher=TWO_RANKS)):
-        found = run["ranks"]
+    for number, run in enumerate(measure("accelerate_script.py", tmp_path, "ranks", "counted", launcher=TWO_RANKS)):
+        found, counted = run["ranks"], run["counted"]
         assert isinstance(found, dict), found
         for name in ("config 2", "config 3"):
             assert found[name]["ranks"] == 2
@@ -66,6 +67,9 @@ def test_two_ranks(results: dict[str, Any], tmp_path: Path) -> None:
             if number == 0:
                 assert found[name]["weights"] == pytest.approx(results["wide"]["weights"], rel=1e-4)
         assert found["arguments 3"]["losses"] == pytest.approx(found["arguments 2"]["losses"], rel=1e-5)
+        assert isinstance(counted, dict), counted
+        assert "Accelerate counts 1 of the 2 ranks" in counted["None"] and 'pass backend="gloo"' in counted["None"]
+        assert counted["gloo"]["norms"] == pytest.approx(found["config 2"]["norms"], rel=1e-5)
 
 
 def test_accelerate_launch(results: dict[str, Any], tmp_path: Path) -> None:

@@ -104,7 +104,11 @@ def _join(
 
 
 def is_initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    """Return whether there is a process group. Accelerate calls it instead of `init_distributed` if there is one."""
+    initialized = dist.is_available() and dist.is_initialized()
+    if initialized:
+        name_backend()
+    return initialized
 
 
 def is_available() -> bool:
