@@ -11,7 +11,7 @@ from zoo.kinds import Architecture
 Results = Sequence[tuple[Architecture, Verdict]]
 HEAD = (
     "| architecture | kind | inputs | parameters | units | loop | `train_batch` | loop, tiny | `train_batch`, tiny "
-    "| result |"
+    "| torch's AdamW | result |"
 )
 BEGIN, END = "<!-- drawn: zoo -->", "<!-- end -->"
 
@@ -19,19 +19,24 @@ BEGIN, END = "<!-- drawn: zoo -->", "<!-- end -->"
 def _cell(run: Run) -> str:
     if run.problem:
         return run.problem.replace("|", "/")
-    text = f"{run.loss:.0e}" if run.loss else "0"
-    if run.parameters > 0:
-        text += f" ({run.parameters:.0e})"
-    return text + (" v" if run.way == "train_batch" and not run.order and run.setting == "tiny" else "")
+    is_vertical = run.way == "train_batch" and not run.order
+    text = "same bits" if run.verdict == "equal" else _differences(run.loss, run.parameters)
+    return text + (", vertical" if is_vertical and run.setting == "tiny" else "")
+
+
+def _differences(loss: float, parameters: float) -> str:
+    return f"{loss:.0e}, {parameters:.0e}"
 
 
 def line(architecture: Architecture, verdict: Verdict) -> str:
     """Return the row of an architecture."""
     head = f"| {architecture.name} | {architecture.kind} |"
     if not verdict.runs:
-        return f"{head} | | | | | | | {verdict.kind}: {verdict.reason.replace('|', '/')[:200]} |"
+        return f"{head} | | | | | | | | {verdict.kind}: {verdict.reason.replace('|', '/')[:200]} |"
     units = "/".join(dict.fromkeys(str(run.units) for run in verdict.runs if not run.problem))
     cells = " | ".join(map(_cell, verdict.runs))
+    losses, parameters = zip(*(run.adam for run in verdict.runs), strict=True)
+    cells += f" | {_differences(max(losses), max(parameters))}"
     return f"{head} {verdict.takes} | {verdict.size:,} | {units} | {cells} | {verdict.kind} |"
 
 

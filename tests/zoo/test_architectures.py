@@ -56,7 +56,7 @@ def test_reformer_from_seeded_numbers_and_from_entropy(monkeypatch: pytest.Monke
     """Reformer calls `torch.seed` in each layer, so plain PyTorch differs from itself."""
     reformer = named("ReformerModelWithLMHead")
     assert verdict_of(reformer).kind == "equal"
-    monkeypatch.setattr(judge, "_seed_from_generators", lambda: None)
+    monkeypatch.setattr(judge, "seed_from_generators", lambda: None)
     verdict = verdict_of(reformer)
     assert verdict.kind == "cannot" and "differs from itself" in verdict.reason
 
