@@ -20,6 +20,7 @@ import sysconfig
 import threading
 import weakref
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from contextlib import suppress
 from types import (
     BuiltinFunctionType,
@@ -76,8 +77,7 @@ class ModelState:
         """
         self._contents: _Contents = {}
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for root in roots:
-            _visit(root, self._contents, _DEPTH)
+        _visit_all(roots, self._contents)
         in_modules = {
             id(module.__dict__[name])
             for module in (owner for owner, _ in self._contents.values() if isinstance(owner, nn.Module))
@@ -148,44 +148,55 @@ def _restore(present: dict[Any, Any], before: dict[Any, Any]) -> None:
             present[name] = value
 
 
-def _visit(value: Any, found: _Contents, depth: int) -> None:
-    """Add everything that `value` reaches: id → object and its contents."""
+_Pending = deque[tuple[Any, int]]
+"""Values to visit, each with the depth that is left below it: the largest depths first."""
+
+
+def _visit_all(roots: Iterable[Any], found: _Contents) -> None:
+    """Add everything that `roots` reach: id → object and its contents. Breadth-first, so that the shortest way to an
+    object decides whether its parts are within the depth, not the first one.
+    """
+    pending: _Pending = deque((root, _DEPTH) for root in roots)
+    while pending:
+        value, depth = pending.popleft()
+        _visit(value, found, depth, pending)
+
+
+def _visit(value: Any, found: _Contents, depth: int, pending: _Pending) -> None:
     if type(value) in _PLAIN or not depth or id(value) in found:
         return
     if isinstance(value, nn.Module):
         for module in value.modules():
             if id(module) not in found:
-                _visit_parts(module, found, depth)
+                _visit_parts(module, found, depth, pending)
                 for parameter in module.parameters(recurse=False):
-                    _visit(parameter, found, depth)
-                _visit_class(type(module), found, depth)
+                    _visit(parameter, found, depth, pending)
+                _visit_class(type(module), found, depth, pending)
         return
     if isinstance(value, type):
-        _visit_class(value, found, depth)
+        _visit_class(value, found, depth, pending)
     elif isinstance(value, _FOLLOWED) or not (isinstance(value, _OPAQUE) or (callable(value) and _is_library(value))):
-        _visit_parts(value, found, depth)
-        _visit_class(type(value), found, depth)
+        _visit_parts(value, found, depth, pending)
+        _visit_class(type(value), found, depth, pending)
 
 
-def _visit_class(kind: type, found: _Contents, depth: int) -> None:
+def _visit_class(kind: type, found: _Contents, depth: int, pending: _Pending) -> None:
     for base in kind.__mro__:
         if (
             id(base) not in found
             and not _is_library(base)
             and (_package(base) not in _LARGE or issubclass(base, nn.Module))
         ):
-            _visit_parts(base, found, depth)
+            _visit_parts(base, found, depth, pending)
 
 
-def _visit_parts(owner: Any, found: _Contents, depth: int) -> None:
+def _visit_parts(owner: Any, found: _Contents, depth: int, pending: _Pending) -> None:
     contents = _contents_of(owner)
     if contents is None:
         return
     found[id(owner)] = owner, contents
     parts = contents.values() if isinstance(contents, dict) else contents if isinstance(contents, list) else ()
-    for part in parts:
-        if type(part) not in _PLAIN:
-            _visit(part, found, depth - 1)
+    pending.extend((part, depth - 1) for part in parts if type(part) not in _PLAIN)
 
 
 def _contents_of(value: Any) -> Any:

@@ -153,3 +153,79 @@ def test_a_step_that_falls_back_restores_sets_and_mappings(way: str) -> None:
     for step, mean in enumerate(found):
         first, second, third = expected[3 * step : 3 * step + 3]
         assert torch.equal(mean, (first + second + third) / 3)
+
+
+class Nested(torch.nn.Module):
+    """A chain of modules, each within the former, with a buffer in each."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.inner = Nested(depth - 1) if depth else None
+        self.register_buffer("seen", torch.zeros(()))
+
+
+@pytest.mark.parametrize("level", range(20))
+def test_an_edited_buffer_at_any_depth_of_modules(level: int) -> None:
+    model = module = Nested(20)
+    state = ModelState(model)
+    for _ in range(level):
+        assert module.inner is not None
+        module = module.inner
+    module.seen += 1  # type: ignore[operator]
+    assert state.changed() == "Tensor"
+
+
+def test_a_part_that_a_longer_way_reaches_first() -> None:
+    """A list is within the depth by the shorter of two ways, which is taken last."""
+    shared = [[[0]]]
+    far: Any = shared
+    for _ in range(9):
+        far = [far]
+    owner = Owner((far, shared))
+    state = ModelState(owner)
+    shared[0][0].append(1)
+    assert state.changed() == "list"
+
+
+def test_a_part_of_the_last_root_that_the_first_one_reaches_too() -> None:
+    shared = [[[0]]]
+    far: Any = shared
+    for _ in range(10):
+        far = [far]
+    state = ModelState(far, shared)
+    shared[0][0].append(1)
+    assert state.changed() == "list"
+
+
+class Normalised(torch.nn.Module):
+    """Embedding, blocks, and batch norm that lies deep in modules. A path passes the blocks by."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.stack = Stack()
+        norm: torch.nn.Module = torch.nn.BatchNorm1d(8)
+        for _ in range(depth):
+            norm = torch.nn.ModuleDict({"inner": norm})
+        self.deep = norm
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        first = x = self.stack.embedding(tokens)
+        for block in self.stack.blocks:
+            x = block(x)
+        norm = self.deep
+        while isinstance(norm, torch.nn.ModuleDict):
+            norm = norm["inner"]
+        return F.cross_entropy(self.stack.head(norm(x + first)).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("depth", range(0, 12, 2))
+def test_running_statistics_count_each_micro_batch_once(depth: int) -> None:
+    """A step that falls back has not changed the statistics of batch norm, however deep it lies."""
+    config = engine_config(accumulation=3, unit_size=20_000)
+    with open_engine(seeded(lambda: Normalised(depth)), config) as engine:
+        iterator = iter(token_batches(9))
+        for _ in range(3):
+            engine.train_batch(iterator)
+        buffers = dict(engine.module.named_buffers())
+    (counted,) = (value for name, value in buffers.items() if name.endswith("num_batches_tracked"))
+    assert counted == 9
