@@ -67,7 +67,7 @@ test-late: install ## run the tests on the device of tests/late, whose copies an
 fuzz: install ## train composed models and loops by the engine and by plain PyTorch
 	$(VENV)/bin/python tests/fuzz/run.py --seeds $(SEEDS) $(ARGS)
 
-zoo: install ## train each architecture of transformers, tiny, by the engine and by plain PyTorch (an hour; ARGS="--only Llama")
+zoo: install ## train each architecture of transformers, tiny, by the engine and by plain PyTorch (15 minutes on 2 cores; ARGS="--only Llama")
 	$(VENV)/bin/python tests/zoo/run.py $(ARGS)
 
 mutants: install ## remove each wait and guard of lifetime in turn: some test has to fail (hours; ARGS="--only optim")
