@@ -35,7 +35,7 @@ from infinity.deepspeed.substitute import substitute
 _GRACE_S = 5.0
 """Seconds that ranks have to end after the first failed."""
 _TIMEOUT_S = float(os.environ.get("DS_UNITTEST_TIMEOUT", "60"))
-_MOST = 2
+_MOST = int(os.environ.get("DEEPSPEED_CASES", "2")) or sys.maxsize
 """Largest number of cases of one test function."""
 _END = time.monotonic() + float(os.environ.get("DEEPSPEED_PIECE_S", "inf"))
 

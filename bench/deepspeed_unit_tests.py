@@ -5,9 +5,9 @@
     python bench/deepspeed_unit_tests.py --deepspeed DeepSpeed --only v1/zero                # one folder
 
 `deepspeed` is replaced by infinity.deepspeed, also in the ranks, which are forked processes (`deepspeed_ranks.py`).
-Names that tests import and that are missing are stand-ins that fail when they are called. Of each test function at most
-2 cases are run, evenly spread. The selection has the tests of training, checkpoints and optimizers that need neither a
-GPU nor pipeline, tensor or expert parallelism.
+Names that tests import and that are missing are stand-ins that fail when they are called. The selection has the tests
+of training, checkpoints and optimizers that need neither a GPU nor pipeline, tensor or expert parallelism. --cases: how
+many cases of each test function are run, evenly spread.
 
 Prints the counts, and the tests that failed, by reason. --results: one line of JSON a test; a run continues with the
 tests that the file lacks. The reasons are those of `deepspeed_reasons.py`.
@@ -58,6 +58,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deepspeed", required=True, type=Path, help="checkout of DeepSpeed")
     parser.add_argument("--only", default="", help="part of the files' paths below tests/unit")
+    parser.add_argument("--cases", type=int, default=2, help="cases of a test function; 0: all")
     parser.add_argument("--results", type=Path, help="file of results; by default a new one")
     parser.add_argument("--limit", type=int, default=30, help="seconds after which a test fails")
     parser.add_argument("--piece", type=int, default=240, help="seconds of one process of pytest")
@@ -80,6 +81,7 @@ def run_piece(tests: Path, files: list[str], results: Path, args: argparse.Names
         "DEEPSPEED_TESTS": str(tests),
         "DEEPSPEED_RESULTS": str(results),
         "DEEPSPEED_PIECE_S": str(args.piece),
+        "DEEPSPEED_CASES": str(args.cases),
         "DS_UNITTEST_TIMEOUT": str(args.limit),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(_BENCH), os.environ.get("PYTHONPATH")])),
         "OMP_NUM_THREADS": "1",

@@ -46,7 +46,8 @@ def test_plots_are_drawn(path: Path, tmp_path: Path) -> None:
 def test_pages_hold_no_targets() -> None:
     """Published pages have facts and bounds; what a figure is expected to reach is in bench/limits.json."""
     for path in RESULTS.glob("*.md"):
-        assert not re.search(r"aimed|allowed|asked for|at least|at most|target", path.read_text(encoding="utf-8")), path
+        text = re.sub(r"`[^`\n]*`", "", path.read_text(encoding="utf-8"))  # messages of libraries are code
+        assert not re.search(r"aimed|allowed|asked for|at least|at most|target", text), path
 
 
 def test_every_benchmark_has_a_report() -> None:

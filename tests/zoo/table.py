@@ -24,6 +24,11 @@ def _cell(run: Run) -> str:
     return text + (", vertical" if is_vertical and run.setting == "tiny" else "")
 
 
+def _quoted(reason: str) -> str:
+    """Return the beginning of `reason`, which holds messages of torch and transformers, as code in a table."""
+    return f"`{reason.replace('|', '/').replace('`', chr(39))[:200].strip()}`"
+
+
 def _differences(loss: float, parameters: float) -> str:
     return f"{loss:.0e}, {parameters:.0e}"
 
@@ -32,7 +37,7 @@ def line(architecture: Architecture, verdict: Verdict) -> str:
     """Return the row of an architecture."""
     head = f"| {architecture.name} | {architecture.kind} |"
     if not verdict.runs:
-        return f"{head} | | | | | | | | {verdict.kind}: {verdict.reason.replace('|', '/')[:200]} |"
+        return f"{head} | | | | | | | | {verdict.kind}: {_quoted(verdict.reason)} |"
     units = "/".join(dict.fromkeys(str(run.units) for run in verdict.runs if not run.problem))
     cells = " | ".join(map(_cell, verdict.runs))
     losses, parameters = zip(*(run.adam for run in verdict.runs), strict=True)
