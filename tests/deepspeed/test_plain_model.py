@@ -150,3 +150,13 @@ def test_a_checkpoint_of_another_model_leaves_the_engine_open(opens: Opens, tmp_
         with pytest.raises(CheckpointError, match=f"of another model: .*{said}"):
             load_state_dict_from_zero_checkpoint(engine.module, tmp_path / folder)
     engine(*token_batches(1)[0])
+
+
+def test_frozen_parameters_are_those_without_an_optimizer(opens: Opens, tmp_path: Path) -> None:
+    """SGD without momentum keeps no moments, and its parameters are trained ones."""
+    model = seeded(Stack)
+    model.head.requires_grad_(False)
+    engine = opens(3, model=model, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    engine.save_checkpoint(tmp_path)
+    states = get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    assert states.keys() == model.state_dict().keys() - {"head.weight"}
