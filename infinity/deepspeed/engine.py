@@ -56,6 +56,8 @@ class DeepSpeedEngine(SavingEngine):
         """
         super().__init__(engine, settings)
         self.client_optimizer = client_optimizer
+        self.sparse_tensor_module_names: set[str] = set()
+        """Names of embeddings with sparse gradients: none, since gradients are dense."""
         self.optimizer: Any = self._optimizer()
         """Without an optimizer: None, or in stage 3 the object that is `parameter_offload` of an optimizer."""
         self.collate_fn = collate_fn

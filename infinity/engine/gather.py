@@ -78,13 +78,18 @@ class GatheredParameters:
 
     def __exit__(self, *error: object) -> None:
         try:
-            if self._modifier is not None and error[0] is None:
-                for engine, unit in self._held:
-                    engine.parts.store.use(unit)  # an update in the block takes the parameters from their buffer
-                    adopt_assigned(unit, engine.parts.store.recorder)
-                    engine.ranks.broadcast(unit.flat(), source=self._modifier)
+            if error[0] is None:
+                self._share_edits()
         finally:
             self._release()
+
+    def _share_edits(self) -> None:
+        if self._modifier is None:
+            return
+        for engine, unit in self._held:
+            engine.parts.store.use(unit)  # an update in the block takes the parameters from their buffer
+            adopt_assigned(unit, engine.parts.store.recorder)
+            engine.ranks.broadcast(unit.flat(), source=self._modifier)
 
     def _hold(self, engine: BaseEngine, units: list[Unit]) -> None:
         self._room.append((engine, make_room(engine, units)))

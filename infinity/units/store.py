@@ -12,7 +12,7 @@ counters would miss edits by `.data`, `.detach().numpy()` and custom kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -452,10 +452,35 @@ class UnitStore:
                         self._give(unit, self.buffers.lease(unit))
                     self.start_update(unit, unit.due_update)
 
-    def write_edits(self) -> None:
-        """Write edits of units without a pending update to their tiers, where the states of a commit are read."""
+    def discard_edits(self, units: Sequence[Unit]) -> list[Unit]:
+        """Fetch held units again that any rank has edited since `write_edits`, and return these. Collective.
+
+        Views of the units show the fetched values.
+        """
+        edited = set()
+        for unit in units:
+            self.use(unit)  # an update in the meantime takes the parameters from their buffer
+            if self._was_edited(unit):
+                edited.add(unit.index)
+        edited = self._ranks.union(edited)
+        discarded = [unit for unit in units if unit.index in edited]
         with self._moving():
-            for unit in self.units:
+            for unit in discarded:
+                if unit.job is not None:
+                    self._await_update(unit.job)
+                self._leave(unit)
+                self._detach(unit)
+                self._drop(unit, valid=False)
+                self._arrive(unit)
+        return discarded
+
+    def write_edits(self, units: Iterable[Unit] | None = None) -> None:
+        """Write edits of `units`, by default of all, to their tiers. Units with a pending update are left out.
+
+        Called where the states of a commit are read, and before edits that `discard_edits` takes back.
+        """
+        with self._moving():
+            for unit in self.units if units is None else units:
                 if unit.due_update is not None or unit.residency is Residency.UPDATING:
                     continue
                 if unit.residency is Residency.RESIDENT and self._was_edited(unit):
@@ -537,12 +562,16 @@ class UnitStore:
                 self._write_back(unit)
                 unit.fingerprint = self._fingerprint(unit)
             self._leave(unit)
-            # autograd locates a view in its parameter by the layout of both, which a placeholder lacks.
-            if unit.is_viewed():
-                released.release(unit.parameters)
-            else:
-                binding.unbind(unit)
+            self._detach(unit)
         self._drop(unit)
+
+    def _detach(self, unit: Unit) -> None:
+        """Detach the parameters from the unit's buffer."""
+        # autograd locates a view in its parameter by the layout of both, which a placeholder lacks.
+        if unit.is_viewed():
+            released.release(unit.parameters)
+        else:
+            binding.unbind(unit)
 
     def _drop(self, unit: Unit, *, valid: bool = True) -> None:
         """Release the unit's buffer: → RELEASED. valid: the buffer holds the unit's present parameters."""

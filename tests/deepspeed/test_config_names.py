@@ -79,6 +79,12 @@ def test_constants_of_optimizers_are_types_of_the_config() -> None:
         Config.load({"optimizer": {"type": runtime_config.LAMB_OPTIMIZER}})
 
 
+def test_keys_of_a_config_that_is_not_loaded() -> None:
+    assert runtime_config.get_gradient_clipping({}) == 1 and runtime_config.get_log_level({}) is None
+    config = {"gradient_clipping": 0, "log_level": "ERROR"}
+    assert runtime_config.get_gradient_clipping(config) == 0 and runtime_config.get_log_level(config) == "ERROR"
+
+
 # -- sections ----------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import infinity.deepspeed as deepspeed
+from infinity.deepspeed.runtime import swap_tensor
 from infinity.deepspeed.utils.zero_to_fp32 import get_model_state_file, get_model_state_files, get_optim_files
 from infinity.errors import CheckpointError, ConfigError, UsageError
 
@@ -137,3 +138,17 @@ def test_files_of_a_checkpoint_hold_its_stage_and_client_state(opens: Opens, tmp
     ranks = [Path(path).name.split("_")[3] for path in get_optim_files(theirs)]
     assert ranks == ["0", "2", "10"] and len(get_model_state_files(theirs)) == 3
     assert Path(get_model_state_file(theirs, 3)).name == "zero_pp_rank_0_mp_rank_00_model_states.pt"
+
+
+def test_the_level_of_a_logger_is_set_by_name() -> None:
+    logger = logging.Logger("other")
+    logger.addHandler(logging.NullHandler())
+    deepspeed.utils.set_log_level_from_string("Error", logger)
+    assert logger.level == logger.handlers[0].level == logging.ERROR
+    with pytest.raises(ValueError, match="log level is 'loud': pass one of debug, info"):
+        deepspeed.utils.set_log_level_from_string("loud")
+
+
+def test_names_without_effect(opens: Opens) -> None:
+    assert opens().sparse_tensor_module_names == set()
+    assert swap_tensor.MIN_SWAPPABLE_BYTES == 2**20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -88,6 +89,29 @@ def gathered(rank: int) -> dict[str, Any]:
         nn.init.constant_(plain.weight, float(rank))
         tensor.fill_(rank)
     return {"plain": plain.weight.detach(), "tensor": tensor}
+
+
+def read_only(rank: int, *, folder: str, editor: int | None) -> dict[str, torch.Tensor]:
+    """Train two steps, with edits of rank `editor` between them, in a block without modifier_rank."""
+    warnings.filterwarnings("ignore", "edits of unit")
+    place = {"device": "nvme", "nvme_path": folder}
+    config = {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "steps_per_print": 0,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
+        "infinity": {"unit_size": 2000},
+    }
+    engine, *_ = deepspeed.initialize(model=seeded(Stack), config=config)
+    for batch in global_batches(2, SAMPLES * 2):
+        engine.backward(engine(*part(batch, rank)))
+        engine.step()
+        with GatheredParameters(list(engine.module.parameters())):
+            for parameter in engine.module.parameters() if rank == editor else ():
+                parameter.data.mul_(2)
+    values = values_of(engine)
+    engine.destroy()
+    return values
 
 
 def values_of(engine: Any) -> dict[str, torch.Tensor]:

@@ -49,6 +49,13 @@ def test_two_ranks_train_as_one_loop(pair: Group, stage: int, tmp_path: Path) ->
             assert (seen["set"].flatten()[:length] == 0).all() and (seen["set"].flatten()[length:] == 1).all()
 
 
+@pytest.mark.parametrize("editor", [0, 1])
+def test_edits_of_one_rank_without_a_modifier_are_discarded(pair: Group, editor: int, tmp_path: Path) -> None:
+    edited, plain = (pair.run(deepspeed_cases.read_only, folder=str(tmp_path), editor=each) for each in (editor, None))
+    for name, value in plain[0].items():
+        assert torch.equal(edited[0][name], value) and torch.equal(edited[1][name], value)
+
+
 @pytest.mark.parametrize("nvme", [False, True], ids=["memory", "nvme"])
 def test_a_model_built_under_init_has_rank_0s_values(pair: Group, nvme: bool, tmp_path: Path) -> None:
     """Rank 1 has no memory and no values for it before `initialize`, except in GatheredParameters."""

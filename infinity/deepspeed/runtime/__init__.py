@@ -14,6 +14,7 @@ __getattr__ = submodules(
     "pipe",
     "precision_config",
     "sequence_parallel",
+    "swap_tensor",
     "utils",
     "zero",
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from infinity.deepspeed.checks import config_checks
-from infinity.deepspeed.engine_names import GETTERS, read
+from infinity.deepspeed.engine_names import GETTERS, Reads, read
 from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
 from infinity.errors import ConfigError
 from infinity.inputs import number_of
@@ -38,6 +38,17 @@ DEEPSPEED_OPTIMIZERS = [ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION
 TORCH_ADAM_PARAM = "torch_adam"
 ADAM_W_MODE = "adam_w_mode"
 ADAM_W_MODE_DEFAULT = True
+
+
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
+    """Return the largest norm of the gradient in the config `param_dict`."""
+    return float(read(param_dict, Reads("gradient_clipping", 1.0)))
+
+
+def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
+    """Return the log level in the config `param_dict`, which has no effect here."""
+    level: str | None = read(param_dict, GETTERS["log_level"])
+    return level
 
 
 class DeepSpeedConfig:

@@ -3,7 +3,11 @@
 from infinity.deepspeed.comm import is_initialized as is_initialized
 from infinity.deepspeed.lazy import submodules
 from infinity.deepspeed.runtime.dataloader import RepeatingLoader as RepeatingLoader
-from infinity.deepspeed.utils.logging import log_dist as log_dist, logger as logger
+from infinity.deepspeed.utils.logging import (
+    log_dist as log_dist,
+    logger as logger,
+    set_log_level_from_string as set_log_level_from_string,
+)
 from infinity.deepspeed.utils.tensor_fragment import (
     safe_get_full_fp32_param as safe_get_full_fp32_param,
     safe_get_full_grad as safe_get_full_grad,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,7 +18,9 @@ from infinity.deepspeed.built import building, gathered
 from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.parameter_names import ZeroParamStatus as ZeroParamStatus
 from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
-from infinity.errors import ConfigError
+from infinity.engine.base import BaseEngine
+from infinity.errors import ConfigError, user_level
+from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -122,11 +125,51 @@ def _init_config(settings: dict[str, Any]) -> Config:
     return make_config(without_auto_schedule(settings), nn.Module())
 
 
+class _Gathered(gather.GatheredParameters):
+    """Discards edits without `modifier_rank` of parameters that stage 3 shards, as DeepSpeed does.
+
+    An outer block that holds a parameter, too, decides on its edits.
+    """
+
+    _decided: ClassVar[set[Unit]] = set()
+    """Units of the open blocks."""
+
+    def __enter__(self) -> gather.GatheredParameters:
+        super().__enter__()
+        self._ours = [(engine, unit) for engine, unit in self._held if unit not in self._decided]
+        self._decided.update(unit for _, unit in self._ours)
+        for engine, units in self._read_only():
+            engine.parts.store.write_edits(units)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._decided.difference_update(unit for _, unit in self._ours)
+        super().__exit__(*error)
+
+    def _share_edits(self) -> None:
+        super()._share_edits()
+        for engine, units in self._read_only():
+            discarded = engine.parts.store.discard_edits(units)
+            if discarded:
+                warnings.warn(
+                    f"edits of unit {discarded[0].name} in GatheredParameters without modifier_rank were discarded, as "
+                    "in DeepSpeed: pass modifier_rank=0 to keep the edits of rank 0",
+                    stacklevel=user_level(),
+                )
+
+    def _read_only(self) -> Iterator[tuple[BaseEngine, list[Unit]]]:
+        """Yield the engines of stage 3 with their units whose edits this block discards."""
+        for engine in self._units if self._modifier is None else ():
+            if engine.config.zero_optimization.stage == 3:
+                yield engine, [unit for owner, unit in self._ours if owner is engine]
+
+
 class GatheredParameters:
     """Gather parameters unsharded until the block ends: `with zero.GatheredParameters(params, modifier_rank=0):`.
 
     params: one or more parameters, of an engine or built under `Init`. Others are ignored, since every rank has their
-    values. modifier_rank: rank whose edits are broadcast. None: the block reads, or all ranks make the same edits.
+    values. modifier_rank: rank whose edits are broadcast. None: edits of parameters that stage 3 shards are discarded,
+    with a warning; before `initialize`, all ranks must make the same edits, which stay.
     fwd_module: accepted without effect. enabled: False makes a block without effect.
     """
 
@@ -139,7 +182,7 @@ class GatheredParameters:
     ) -> None:
         listed: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
         listed = listed if enabled else []
-        self._blocks = (gather.GatheredParameters(listed, modifier_rank), gathered(listed, modifier_rank))
+        self._blocks = (_Gathered(listed, modifier_rank), gathered(listed, modifier_rank))
         self._stack = ExitStack()
 
     def __enter__(self) -> None:

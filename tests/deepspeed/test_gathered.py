@@ -1,0 +1,128 @@
+"""`zero.GatheredParameters` without `modifier_rank`: edits are discarded where stage 3 shards, as in DeepSpeed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity.deepspeed as deepspeed
+from support.models import Stack, seeded, token_batches
+
+Opens = Callable[..., Any]
+BATCHES = token_batches(4)
+
+
+def add(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.add_(1)
+
+
+def assign(weight: nn.Parameter) -> None:
+    weight.data = torch.ones_like(weight)
+
+
+EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "in place": add,
+    "by data": lambda weight: weight.data.mul_(3),
+    "by a view": lambda weight: weight.data.view(-1)[1].fill_(9),
+    "by numpy": lambda weight: weight.detach().view(torch.uint8).numpy().fill(1),
+    "assigned": assign,
+}
+
+
+def offload(device: str, folder: Path) -> dict[str, Any]:
+    place = {"device": device, "nvme_path": str(folder)} if device == "nvme" else {"device": device}
+    return {"offload_param": place, "offload_optimizer": place}
+
+
+def steps(engine: Any, batches: Any) -> None:
+    for batch in batches:
+        engine.backward(engine(*batch))
+        engine.step()
+
+
+@pytest.mark.parametrize("update", ["after_backward", "next_forward"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+def test_edits_without_a_modifier_leave_no_trace(
+    device: str, bf16: bool, update: str, opens: Opens, tmp_path: Path
+) -> None:
+    """Parameters, masters and training equal those without a block; edits from before the block stay."""
+    config = {
+        "bf16": {"enabled": bf16},
+        "zero_optimization": offload(device, tmp_path),
+        "infinity": {"unit_size": 2000, "update": update},
+    }
+    plain, edited = (opens(3, model=seeded(Stack), **config) for _ in range(2))
+    for engine in (plain, edited):
+        steps(engine, BATCHES[:1])
+        add(engine.module.head.weight)
+    for edit in EDITS.values():
+        block = deepspeed.zero.GatheredParameters(list(edited.module.parameters()))
+        with pytest.warns(UserWarning, match="without modifier_rank were discarded"), block:
+            for parameter in edited.module.parameters():
+                edit(parameter)
+        assert torch.equal(edited.module.head.weight, plain.module.head.weight)
+        steps(plain, BATCHES[1:])
+        steps(edited, BATCHES[1:])
+        expected = plain.module_state_dict()
+        assert all(torch.equal(value, expected[name]) for name, value in edited.module_state_dict().items())
+        masters = (deepspeed.utils.safe_get_full_fp32_param(each.module.head.weight) for each in (plain, edited))
+        assert torch.equal(*masters)
+
+
+def test_views_show_the_values_from_before(opens: Opens) -> None:
+    engine = opens(3)
+    weight = engine.module.head.weight
+    before = weight.detach().clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with deepspeed.zero.GatheredParameters(weight):
+            view = weight.detach()
+            view.fill_(3)
+    assert torch.equal(view, before) and torch.equal(weight, before)
+
+
+def test_what_else_changes_parameters_in_a_block_stays(opens: Opens) -> None:
+    """Steps of the optimizer and safe_set_full_fp32_param are no edits of the gathered tensor."""
+    plain, gathered = (opens(3, model=seeded(Stack)) for _ in range(2))
+    steps(plain, BATCHES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with deepspeed.zero.GatheredParameters(list(gathered.module.parameters())):
+            steps(gathered, BATCHES)
+        assert torch.equal(gathered.module.head.weight, plain.module.head.weight)
+        with deepspeed.zero.GatheredParameters(gathered.module.head.weight):
+            value = torch.full_like(gathered.module.head.weight, 3.0)
+            deepspeed.utils.safe_set_full_fp32_param(gathered.module.head.weight, value)
+    assert (gathered.module.head.weight == 3).all()
+
+
+@pytest.mark.parametrize("outer", [0, None])
+def test_the_outer_block_decides(outer: int | None, opens: Opens) -> None:
+    engine = opens(3)
+    weight = engine.module.head.weight
+    before = weight.detach().clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with deepspeed.zero.GatheredParameters(weight, modifier_rank=outer):
+            weight.data.fill_(1)
+            with deepspeed.zero.GatheredParameters(weight):
+                weight.data.fill_(2)
+            assert (weight == 2).all()
+    assert (weight == 2).all() if outer == 0 else torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_edits_stay_where_parameters_are_whole(stage: int, opens: Opens) -> None:
+    engine = opens(stage)
+    weight = engine.module.head.weight
+    with deepspeed.zero.GatheredParameters(weight):
+        weight.data.fill_(2)
+    assert (weight == 2).all()
