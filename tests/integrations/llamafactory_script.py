@@ -10,9 +10,12 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from hugging_face import run_cases
+
+import infinity.deepspeed
 
 # LLaMA-Factory imports it for audio only, and PyPI has no build of it for a torch that is built for CPUs.
 sys.modules["torchaudio"] = ModuleType("torchaudio")
@@ -81,7 +84,9 @@ def run(stage: str, dataset: str, folder: Path, deepspeed: str | None) -> list[d
         "disable_gradient_checkpointing": True,
         "flash_attn": "sdpa",
     }
-    run_exp(arguments)
+    with mock.patch.object(infinity.deepspeed, "initialize", wraps=infinity.deepspeed.initialize) as initialize:
+        run_exp(arguments)
+    assert initialize.call_count == (0 if deepspeed is None else 2 if stage in ("dpo", "kto") else 1)
     if os.environ["RANK"] != "0":
         return []
     history = json.loads((out / "trainer_state.json").read_text())["log_history"]
