@@ -7,7 +7,7 @@
 `deepspeed` is replaced by infinity.deepspeed, also in the ranks, which are forked processes (`deepspeed_ranks.py`).
 Names that tests import and that are missing are stand-ins that fail when they are called. The selection has the tests
 of training, checkpoints and optimizers that need neither a GPU nor pipeline, tensor or expert parallelism. --cases: how
-many cases of each test function are run, evenly spread.
+many cases of each test function are run, evenly spread. Tests whose fixtures are classes need pytest below 8.4.
 
 Prints the counts, and the tests that failed, by reason. --results: one line of JSON a test; a run continues with the
 tests that the file lacks. The reasons are those of `deepspeed_reasons.py`.

@@ -189,11 +189,13 @@ class ModelHooks:
             self._loads = before
 
     def _refuse_state(self, module: nn.Module, *_: Any) -> None:
-        if not self._loads:
+        """Raise UsageError unless the module's units are held, since one rank alone can't fetch a unit."""
+        units = module._parameters._units.values()  # type: ignore[attr-defined]
+        if not self._loads and not all(unit.pin_count for unit in units):
             raise UsageError(
                 f"load_state_dict() was called on a model (on its {type(module).__name__}) while an engine has its "
-                "parameters. Load them before infinity.initialize(), use engine.load_checkpoint(), or call "
-                "infinity.set_full_fp32_param() for each."
+                "parameters. Load them before infinity.initialize(), use engine.load_checkpoint(), or call it within "
+                "infinity.GatheredParameters(model.parameters(), modifier_rank=0)."
             )
 
     def check_replaced(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import infinity.deepspeed as deepspeed
+from infinity.errors import UsageError
 from support.models import Stack, seeded, token_batches
 
 Opens = Callable[..., Any]
@@ -126,3 +127,37 @@ def test_edits_stay_where_parameters_are_whole(stage: int, opens: Opens) -> None
     with deepspeed.zero.GatheredParameters(weight):
         weight.data.fill_(2)
     assert (weight == 2).all()
+
+
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+def test_a_state_dict_is_loaded_into_gathered_parameters(device: str, opens: Opens, tmp_path: Path) -> None:
+    """Training goes on as from a model that had these values at first, with the moments of before."""
+    config = {"zero_optimization": offload(device, tmp_path), "infinity": {"unit_size": 2000}}
+    values = seeded(Stack, 1).state_dict()
+    loaded, edited = (opens(3, model=seeded(Stack), **config) for _ in range(2))
+    for engine in (loaded, edited):
+        steps(engine, BATCHES[:2])
+        parameters = dict(engine.module.named_parameters())
+        with deepspeed.zero.GatheredParameters(list(parameters.values()), modifier_rank=0):
+            if engine is loaded:
+                assert not any(engine.module.load_state_dict(values))
+            else:
+                for name, parameter in parameters.items():
+                    parameter.data.copy_(values[name])
+        steps(engine, BATCHES[2:])
+    expected = edited.module_state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.module_state_dict().items())
+
+
+def test_a_state_dict_needs_all_of_its_parameters(opens: Opens) -> None:
+    """A part of the model may be loaded if it is gathered."""
+    engine = opens(3, infinity={"unit_size": 2000})
+    model, before = engine.module, engine.module_state_dict()
+    with deepspeed.zero.GatheredParameters(list(model.head.parameters()), modifier_rank=0):
+        with pytest.raises(UsageError, match=r"GatheredParameters\(model.parameters\(\), modifier_rank=0\)"):
+            model.load_state_dict({name: torch.zeros_like(value) for name, value in before.items()})
+        assert torch.equal(model.head.weight, before["head.weight"])
+        model.head.load_state_dict({"weight": torch.ones_like(before["head.weight"])})
+    after = engine.module_state_dict()
+    assert (after.pop("head.weight") == 1).all()
+    assert all(torch.equal(value, before[name]) for name, value in after.items())

@@ -91,8 +91,12 @@ def gathered(rank: int) -> dict[str, Any]:
     return {"plain": plain.weight.detach(), "tensor": tensor}
 
 
-def read_only(rank: int, *, folder: str, editor: int | None) -> dict[str, torch.Tensor]:
-    """Train two steps, with edits of rank `editor` between them, in a block without modifier_rank."""
+def gathered_between_steps(
+    rank: int, *, folder: str, editor: int | None, loads: bool = False
+) -> dict[str, torch.Tensor]:
+    """Train two steps, each followed by edits of rank `editor` in a block without modifier_rank. loads: at the end,
+    rank 0 loads the values of another seed in a block with modifier_rank.
+    """
     warnings.filterwarnings("ignore", "edits of unit")
     place = {"device": "nvme", "nvme_path": folder}
     config = {
@@ -109,6 +113,9 @@ def read_only(rank: int, *, folder: str, editor: int | None) -> dict[str, torch.
         with GatheredParameters(list(engine.module.parameters())):
             for parameter in engine.module.parameters() if rank == editor else ():
                 parameter.data.mul_(2)
+    with GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        if rank == 0 and loads:
+            engine.module.load_state_dict(seeded(Stack, 1).state_dict())
     values = values_of(engine)
     engine.destroy()
     return values

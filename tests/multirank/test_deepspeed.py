@@ -51,9 +51,16 @@ def test_two_ranks_train_as_one_loop(pair: Group, stage: int, tmp_path: Path) ->
 
 @pytest.mark.parametrize("editor", [0, 1])
 def test_edits_of_one_rank_without_a_modifier_are_discarded(pair: Group, editor: int, tmp_path: Path) -> None:
-    edited, plain = (pair.run(deepspeed_cases.read_only, folder=str(tmp_path), editor=each) for each in (editor, None))
+    case, folder = deepspeed_cases.gathered_between_steps, str(tmp_path)
+    edited, plain = (pair.run(case, folder=folder, editor=each) for each in (editor, None))
     for name, value in plain[0].items():
         assert torch.equal(edited[0][name], value) and torch.equal(edited[1][name], value)
+
+
+def test_rank_0_loads_a_state_dict_into_gathered_parameters(pair: Group, tmp_path: Path) -> None:
+    ranks = pair.run(deepspeed_cases.gathered_between_steps, folder=str(tmp_path), editor=None, loads=True)
+    for name, value in seeded(Stack, 1).state_dict().items():
+        assert torch.equal(ranks[0][name], value) and torch.equal(ranks[1][name], value)
 
 
 @pytest.mark.parametrize("nvme", [False, True], ids=["memory", "nvme"])
