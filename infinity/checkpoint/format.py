@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.tensors import DTYPES
+from infinity.comm.dtensor import is_dense, local
 from infinity.errors import CheckpointError
 from infinity.inputs import is_file_name, member, parse_json, read_input
 from infinity.plan.formats import StateKind, moment_kinds
@@ -328,6 +329,20 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return `names_of_buffers`, a shared one under its first name only."""
     first = {id(buffer): name for name, buffer in reversed(names_of_buffers(model).items())}
     return {name: buffer for name, buffer in names_of_buffers(model).items() if first[id(buffer)] == name}
+
+
+def buffers_in_memory(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of `persistent_buffers` in host memory. Raises CheckpointError for one that is not dense."""
+    buffers = persistent_buffers(model)
+    for name, buffer in buffers.items():
+        with torch._C.DisableTorchFunctionSubclass():
+            if not is_dense(local(buffer)):
+                raise CheckpointError(
+                    f"buffer {name} is a {type(buffer).__name__} of layout {buffer.layout}, dtype {buffer.dtype}, "
+                    "without dense values in memory, which a checkpoint cannot hold: register it with "
+                    "persistent=False, and save it beside the checkpoint"
+                )
+    return {name: buffer.detach().cpu().contiguous().clone() for name, buffer in buffers.items()}
 
 
 def aliases_of_buffers(model: nn.Module) -> dict[str, str]:

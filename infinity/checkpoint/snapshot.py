@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint import rng
-from infinity.checkpoint.format import CLIENT_STATE, Entry, Index, aliases_of_buffers, persistent_buffers
+from infinity.checkpoint.format import CLIENT_STATE, Entry, Index, aliases_of_buffers, buffers_in_memory
 from infinity.checkpoint.parts import ModelParts, Run
 from infinity.comm.dtensor import is_distributed
 from infinity.comm.side import Place, SideChannel
@@ -78,7 +78,7 @@ def capture(
     return Snapshot(
         index=_index(run, entries, {**_aliases(model, found, saved), **aliases_of_buffers(model)}),
         raw={CLIENT_STATE: client_state, rng.FILE: generators},
-        buffers=_host(persistent_buffers(model)) if channel.writes else {},
+        buffers=buffers_in_memory(model) if channel.writes else {},
         layouts=[layout for layout in _order(parts, channel) if any(slot.name in pieces for slot in layout.slots)],
         divided=divided,
         pieces=pieces,
@@ -103,10 +103,6 @@ def _order(parts: ModelParts, channel: SideChannel) -> list[UnitLayout]:
 
 def unit_file(layout: UnitLayout) -> str:
     return f"unit-{layout.index:05d}.safetensors"
-
-
-def _host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
 
 
 def _aliases(model: nn.Module, found: Pieces, saved: Mapping[int, str]) -> dict[str, str]:

@@ -80,3 +80,19 @@ def has_storage(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN or not (
         is_traceable_wrapper_subclass(tensor) or isinstance(tensor, torch._subclasses.FakeTensor)
     )
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is strided, not quantised and not nested, and has memory of its own, or is meta."""
+    if tensor.is_quantized or tensor.is_nested or not has_storage(tensor):
+        return False
+    return is_plain(tensor) or _has_memory(tensor)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor of a subclass has memory. A wrapper (`Tensor._make_wrapper_subclass`) has none."""
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return tensor.is_meta
+    return True

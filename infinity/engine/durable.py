@@ -12,7 +12,7 @@ from torch import nn
 
 from infinity.checkpoint import rng
 from infinity.checkpoint.committed import Committed
-from infinity.checkpoint.format import persistent_buffers
+from infinity.checkpoint.format import buffers_in_memory
 from infinity.checkpoint.load import match_buffers
 from infinity.checkpoint.parts import Run
 from infinity.checkpoint.save import pack_client_state
@@ -98,7 +98,7 @@ class DurableSteps:
         self._stops, self._misplaced = self._commits.stops, self._commits.misplaced
         self._store.write_edits()
         units = self._store.units
-        buffers = {name: value.detach().cpu().contiguous().clone() for name, value in persistent_buffers(model).items()}
+        buffers = buffers_in_memory(model)
         generators = rng.own_states(self._device.torch_device)
         step = Step(
             jobs=[job for unit in units if (job := unit.due_update or unit.job) is not None],

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from infinity.comm.dtensor import has_storage, is_plain, local
+from infinity.comm.dtensor import is_dense, is_plain, local
 from infinity.errors import ModelError
 
 
@@ -56,7 +56,7 @@ def _not_dense(parameter: torch.Tensor) -> tuple[str, str] | None:
         return f"tensor of layout {values.layout}", "nn.Parameter({}.to_dense())"
     if values.is_quantized:
         return f"quantised tensor ({values.dtype})", dequantized
-    if has_storage(values) and not values.is_nested and (is_plain(values) or _has_memory(values)):
+    if is_dense(values):
         return None
     plain = "an nn.Parameter of a plain tensor"
     if is_plain(values):
@@ -64,15 +64,6 @@ def _not_dense(parameter: torch.Tensor) -> tuple[str, str] | None:
     kind = f"{type(values).__module__}.{type(values).__qualname__}, a tensor subclass without memory of its own"
     quantised = type(values).dequantize is not torch.Tensor.dequantize
     return ("" if values is parameter else "DTensor of a ") + kind, dequantized if quantised else plain
-
-
-def _has_memory(values: torch.Tensor) -> bool:
-    """Return whether a tensor of a subclass has memory. A wrapper (`Tensor._make_wrapper_subclass`) has none."""
-    try:
-        values.untyped_storage().data_ptr()
-    except RuntimeError:
-        return values.is_meta
-    return True
 
 
 def _described(value: object) -> str:

@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import infinity
-from infinity.errors import ModelError
+from infinity.errors import CheckpointError, ModelError
 from infinity.tiers.device import CpuDevice
-from support.configs import raw
+from support.configs import engine_config, raw
 from support.lifetime import assert_trains_like_plain
+from support.loops import open_engine, train
 from support.models import Linears, seeded, vector_batches
 
 BATCHES = vector_batches(4)
@@ -143,3 +144,19 @@ def test_the_errors_conversion_trains(kind: type[Quantised]) -> None:
 
 def test_a_subclass_with_memory_of_its_own_trains() -> None:
     assert_trains_like_plain(lambda: with_weights(logged), BATCHES, units=8)
+
+
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {"nested"}))  # torch cannot copy a module with that
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_checkpoint_refuses_a_buffer_that_is_not_dense_by_name(kind: str, tmp_path: Path) -> None:
+    """Nothing is written, training goes on, and a buffer that is not persistent is not saved."""
+    model = seeded(Linears)
+    model.register_buffer("adjacency", KINDS[kind][0](torch.eye(8)))
+    with open_engine(model, engine_config(unit_size=2000)) as engine:
+        train(engine, BATCHES[:1])
+        with pytest.raises(CheckpointError, match=r"buffer adjacency is a .*persistent=False"):
+            engine.save_checkpoint(tmp_path / "saved")
+        assert not list(tmp_path.glob("saved/*"))
+        train(engine, BATCHES[1:])
+        model._non_persistent_buffers_set.add("adjacency")
+        engine.save_checkpoint(tmp_path / "saved")
