@@ -24,7 +24,7 @@ from infinity.checkpoint.format import view
 from infinity.engine.base import BaseEngine, open_engines
 from infinity.engine.room import make_room
 from infinity.engine.training import TrainingEngine
-from infinity.errors import UsageError
+from infinity.errors import RanksError, UsageError
 from infinity.optim.moments import convert_moment, fp32_moment, rounding_key
 from infinity.plan.formats import StateKind
 from infinity.rules import MOMENT_NAMES
@@ -47,8 +47,8 @@ class GatheredParameters:
     """Gather parameters and hold them unsharded on the device of the model until the block ends.
 
     params: one or more parameters of an open engine; other parameters are ignored.
-    modifier_rank: rank whose edits are broadcast at the end of the block. By default, all ranks must make the same
-        edits.
+    modifier_rank: rank whose edits are broadcast at the end of the block, also if it ends with an exception, which
+        then must reach all ranks. By default, all ranks must make the same edits.
 
     The block takes memory of its own for parameters that the engine's buffers cannot hold at once, and logs its bytes.
     Raises OutOfMemoryError on all ranks if it does not fit; gather fewer parameters at a time then.
@@ -76,10 +76,14 @@ class GatheredParameters:
             raise
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *raised: object) -> None:
+        error = raised[1]
         try:
-            if error[0] is None:
+            if error is None or isinstance(error, Exception):  # a script may catch it, and go on with the parameters
                 self._share_edits()
+        except RanksError:
+            if error is None:
+                raise  # else the block's error tells why this rank is elsewhere
         finally:
             self._release()
 

@@ -161,3 +161,26 @@ def test_a_state_dict_needs_all_of_its_parameters(opens: Opens) -> None:
     after = engine.module_state_dict()
     assert (after.pop("head.weight") == 1).all()
     assert all(torch.equal(value, before[name]) for name, value in after.items())
+
+
+def test_edits_before_an_exception_are_discarded(opens: Opens) -> None:
+    engine = opens(3)
+    weight = engine.module.head.weight
+    before = weight.detach().clone()
+    block = deepspeed.zero.GatheredParameters(weight)
+    with pytest.warns(UserWarning, match="were discarded"), pytest.raises(ValueError, match="in the block"), block:
+        add(weight)
+        raise ValueError("in the block")
+    assert torch.equal(weight, before)
+
+
+def test_a_block_is_entered_again(opens: Opens) -> None:
+    engine = opens(3)
+    weight = engine.module.head.weight
+    block = deepspeed.zero.GatheredParameters(engine.module.parameters(), modifier_rank=0)
+    for value in (2, 3):
+        with block:
+            weight.data.fill_(value)
+            with block:
+                weight.data.mul_(-1)
+        assert (weight == -value).all()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 import infinity
 from infinity.engine.training import TrainingEngine
-from infinity.errors import OutOfMemoryError
+from infinity.errors import OutOfMemoryError, RanksError
 from infinity.plan.pools import UNITS
 from infinity.tiers.available import MACHINE_MEMORY
 from multirank.cases import SAMPLES, device_of
@@ -62,3 +63,28 @@ def too_large(rank: int, *, folder: str) -> dict[str, Any]:
         with infinity.GatheredParameters(engine.module.parameters()):
             pass
         return {"raised": raised, "losses": train(engine, token_batches(2, batch=SAMPLES))}
+
+
+def raising(rank: int, *, folder: str, raises: bool, **options: Any) -> dict[str, torch.Tensor]:
+    """Let rank 1 edit every parameter in a block that ends with an exception on all ranks if `raises`."""
+    with many(rank, folder, late=False, **options) as engine:
+        with suppress(ValueError), infinity.GatheredParameters(engine.module.parameters(), modifier_rank=1):
+            for parameter in engine.module.parameters() if rank == 1 else ():
+                parameter.data.mul_(2)
+            if raises:
+                raise ValueError
+        train(engine, token_batches(1, batch=SAMPLES, seed=rank))
+        return parameters_of(engine)
+
+
+def raising_alone(rank: int, *, folder: str) -> tuple[str, str]:
+    """Raise on rank 1 in a block in which rank 0 goes on; return the type and text of this rank's error."""
+    engine = many(rank, folder, late=False)
+    try:
+        with infinity.GatheredParameters(engine.module.head.weight, modifier_rank=0):
+            if rank == 1:
+                raise ValueError("no such file")
+            engine(*token_batches(1, batch=SAMPLES)[0])
+    except (ValueError, RanksError) as error:
+        return type(error).__name__, str(error)
+    return "", ""

@@ -35,3 +35,23 @@ def test_a_rank_without_memory_refuses_on_all(pair: Group, tmp_path: Path) -> No
     one, other = pair.run(gather_cases.too_large, folder=str(tmp_path))
     assert one == other
     assert "too little host memory" in one["raised"] and " 0 are available" in one["raised"]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"param": "none", "optim": "none"}, {"param": "none", "stage": 2}, {"bf16": True}], ids=str
+)
+def test_an_exception_on_all_ranks_keeps_the_modifiers_edits(
+    pair: Group, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Scripts may catch it: ranks must not go on with different parameters."""
+    folder = str(tmp_path)
+    expected, other = pair.run(gather_cases.raising, folder=folder, raises=False, **options)
+    for seen in (other, *pair.run(gather_cases.raising, folder=folder, raises=True, **options)):
+        assert all(torch.equal(seen[name], value) for name, value in expected.items())
+
+
+def test_an_exception_on_one_rank_is_the_one_that_is_raised(pair: Group, tmp_path: Path) -> None:
+    other, raised = pair.run(gather_cases.raising_alone, folder=str(tmp_path))
+    assert raised == ("ValueError", "no such file")
+    assert other[0] == "RanksError"
+    pair.stop()  # the ranks' collectives are out of step

@@ -181,20 +181,21 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         listed: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
-        listed = listed if enabled else []
-        self._blocks = (_Gathered(listed, modifier_rank), gathered(listed, modifier_rank))
-        self._stack = ExitStack()
+        self._params = listed if enabled else []
+        self._modifier = modifier_rank
+        self._blocks: list[ExitStack] = []
+        """How to end the open blocks, since one object may be entered several times."""
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            for block in self._blocks:
-                stack.enter_context(block)
-            self._stack = stack.pop_all()
+            stack.enter_context(_Gathered(self._params, self._modifier))
+            stack.enter_context(gathered(self._params, self._modifier))
+            self._blocks.append(stack.pop_all())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.__exit__(kind, error, trace)
+        self._blocks.pop().__exit__(kind, error, trace)
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:
