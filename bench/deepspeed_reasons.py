@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-INSIDE = "look inside DeepSpeed's implementation"
-ABSENT = "use what has no counterpart (docs/deepspeed.md)"
-DIFFERENT = "expect what docs/deepspeed.md or docs/config.md states as different"
+INSIDE = "inspect DeepSpeed's implementation"
+ABSENT = "use names without a counterpart (docs/deepspeed.md)"
+DIFFERENT = "expect behaviour that docs/deepspeed.md or docs/config.md lists as different"
 MACHINE = "need an accelerator, or a package that is not installed"
 ROUNDING = "compare bf16 sums with those of DistributedDataParallel; sums are fp32 here"
 OPEN = "open"
