@@ -91,6 +91,8 @@ class GatheredParameters:
         if self._modifier is None:
             return
         for engine, unit in self._held:
+            if engine not in open_engines:
+                continue  # closed in the block
             engine.parts.store.use(unit)  # an update in the block takes the parameters from their buffer
             adopt_assigned(unit, engine.parts.store.recorder)
             engine.ranks.broadcast(unit.flat(), source=self._modifier)

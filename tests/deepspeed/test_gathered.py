@@ -105,6 +105,17 @@ def test_what_else_changes_parameters_in_a_block_stays(opens: Opens) -> None:
     assert (gathered.module.head.weight == 3).all()
 
 
+@pytest.mark.parametrize("modifier", [0, None])
+def test_an_engine_may_be_destroyed_in_a_block(modifier: int | None, opens: Opens) -> None:
+    """As by load_state_dict_from_zero_checkpoint, whose values stay."""
+    engine = opens(3)
+    model = engine.module
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=modifier):
+        engine.destroy()
+        nn.init.ones_(model.head.weight)
+    assert (model.head.weight == 1).all()
+
+
 @pytest.mark.parametrize("outer", [0, None])
 def test_the_outer_block_decides(outer: int | None, opens: Opens) -> None:
     engine = opens(3)

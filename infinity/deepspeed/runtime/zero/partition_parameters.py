@@ -18,7 +18,7 @@ from infinity.deepspeed.built import building, gathered
 from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.parameter_names import ZeroParamStatus as ZeroParamStatus
 from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
-from infinity.engine.base import BaseEngine
+from infinity.engine.base import BaseEngine, open_engines
 from infinity.errors import ConfigError, user_level
 from infinity.units.unit import Unit
 
@@ -158,9 +158,9 @@ class _Gathered(gather.GatheredParameters):
                 )
 
     def _read_only(self) -> Iterator[tuple[BaseEngine, list[Unit]]]:
-        """Yield the engines of stage 3 with their units whose edits this block discards."""
+        """Yield the open engines of stage 3 with their units whose edits this block discards."""
         for engine in self._units if self._modifier is None else ():
-            if engine.config.zero_optimization.stage == 3:
+            if engine in open_engines and engine.config.zero_optimization.stage == 3:
                 yield engine, [unit for owner, unit in self._ours if owner is engine]
 
 
