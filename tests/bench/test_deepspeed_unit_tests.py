@@ -49,7 +49,7 @@ def test_cases(number): assert deepspeed.__version__.endswith("+infinity")
 
 
 def test_a_selection_is_run_with_stand_ins_and_ranks(tmp_path: Path) -> None:
-    """Ranks talk, a failure of one is the test's, missing names fail when called, and a second run adds nothing."""
+    """Ranks communicate, a rank's failure fails its test, missing names fail in calls, a second run adds nothing."""
     unit = tmp_path / "tests" / "unit"
     (unit / "runtime").mkdir(parents=True)
     for file, text in (("__init__.py", ""), ("common.py", COMMON), ("runtime/test_data.py", TESTS)):

@@ -251,7 +251,7 @@ def test_threads_and_parameters_follow_deepspeed_in_its_dialect() -> None:
 
 
 def test_deepspeeds_states_of_16_bits_are_mapped() -> None:
-    """bf16 masters are the exact remainder; values that are no switches, and other values set beside, are said."""
+    """bf16 masters are the exact remainder; values that are not switches, and contradicting values, are reported."""
     section = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     config = Config.load({"bf16": section})
     assert (config.infinity.master, config.infinity.moments) == ("remainder", "bf16")

@@ -313,7 +313,7 @@ def test_without_an_optimizer_the_engine_runs_the_model(opens: Opens) -> None:
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_hooks_are_removed_for_a_generation_as_trl_does(opens: Opens, trains: bool) -> None:
-    """Without and with an optimizer, whose steps before and after are those of a plain loop."""
+    """An engine without and with an optimizer: its steps before and after equal those of a plain loop."""
     batches = token_batches(4)
     engine = opens(3) if trains else opens(3, optimizer=None)
     if trains:

@@ -37,7 +37,7 @@ class Reading(nn.Linear):
 
 
 @pytest.mark.parametrize("given", [{}, {"optimizer": None}], ids=["trained", "only run"])
-def test_parameters_answer_with_shapes_sizes_and_numbers(opens: Opens, given: dict[str, Any]) -> None:
+def test_parameters_have_shapes_sizes_and_numbers(opens: Opens, given: dict[str, Any]) -> None:
     """Every engine's parameters have numbers of their own."""
     engines = [opens(3, bf16={"enabled": True}, **given) for _ in range(2)]
     for engine in engines:

@@ -144,7 +144,7 @@ def check(copies: Sequence[Copied], folder: Path) -> bool:
 
 
 def test_a_copy_of_one_moment_is_accepted(ranks: list[list[Trained]], tmp_path: Path) -> None:
-    """All ranks between two commits, and a single rank at any moment."""
+    """Copies of all ranks between two commits, and of a single rank at any moment, are accepted."""
     trained = ranks[0]
     last = [len(each.moments) - 1 for each in trained]
     assert check([copy_of(each, at, (at, at)) for each, at in zip(trained, last, strict=True)], tmp_path)
@@ -172,7 +172,7 @@ def test_states_and_records_of_any_two_moments(ranks: list[list[Trained]], tmp_p
 
 
 def test_files_of_two_runs_are_refused(ranks: list[list[Trained]], tmp_path: Path) -> None:
-    """Both have trained the same numbers of steps, with the same settings."""
+    """Two runs have trained the same numbers of steps, with the same settings."""
     one, other = ranks
     ends = {id(each): len(each.moments) - 1 for run in ranks for each in run}
     if len(one) == 2:
@@ -309,7 +309,7 @@ def former(path: Path) -> None:
 def test_a_run_of_the_former_version_resumes_and_is_proved_from_then_on(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Also its frozen parameters, which no later step writes."""
+    """Digests cover its frozen parameters, too, which no later step writes."""
     with opened(str(tmp_path), 1) as engine:
         losses = train(engine, range(3))
         engine.settle()
@@ -361,7 +361,7 @@ def test_a_record_of_a_newer_version_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_manifest_of_another_run_is_refused(tmp_path: Path) -> None:
-    """Its layout has as many extents, with other rules."""
+    """The manifest's layout has as many extents, with other rules."""
     for name, options in (("run", {}), ("other", {"optimizer": "Adam"})):
         with opened(str(tmp_path), 1, run=name, **options) as engine:
             train(engine, range(2))

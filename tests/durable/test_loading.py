@@ -136,7 +136,7 @@ def test_a_run_is_loaded_for_inference(run: Path) -> None:
 
 @pytest.mark.parametrize("kept", [{}, {"aio": {"checksum": True}}], ids=["default", "aio.checksum"])
 def test_a_changed_byte_is_found_before_a_run_is_converted(kept: dict[str, Any], tmp_path: Path) -> None:
-    """In each extent; verify=False loads it."""
+    """A changed byte in any extent is found; verify=False loads it."""
     with opened(str(tmp_path), 1, **kept) as engine:
         train(engine, range(2))
     folder = tmp_path / "run" / "0001"

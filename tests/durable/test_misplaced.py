@@ -107,7 +107,7 @@ def nvme(tmp_path: Path) -> Path:
 def test_a_commit_that_nothing_would_find_is_one_error_and_no_step_is_lost(
     change: Change, problem: str, nvme: Path, tmp_path: Path
 ) -> None:
-    """The error comes one step later, names file and fix, and the states can be saved and loaded."""
+    """The next step raises the error, which names file and fix; the states can be saved and loaded."""
     expected = uninterrupted(engine_config(folder=nvme))
     engine = opened(nvme)
     text, steps = until_refused(engine, lambda: change(nvme))
@@ -204,7 +204,7 @@ HEALED: dict[str, Change] = {
 
 @pytest.mark.parametrize("change", HEALED.values(), ids=HEALED)
 def test_small_files_are_written_again(change: Change, nvme: Path) -> None:
-    """They are made of what the process has, so the next commit restores them, with the lock."""
+    """The process has their contents in memory, so the next commit restores them, with the lock."""
     expected = uninterrupted(engine_config(folder=nvme))
 
     engine = opened(nvme)
@@ -217,7 +217,7 @@ def test_small_files_are_written_again(change: Change, nvme: Path) -> None:
 
 
 def test_a_lock_that_another_process_has_taken_ends_the_run(nvme: Path) -> None:
-    """Both would write the same files."""
+    """Two processes would write the same files otherwise."""
     script = (
         "import sys; from pathlib import Path; from infinity.durable.folder import Lock\n"
         "held = Lock(Path(sys.argv[1]), 0); print(flush=True); input()"
@@ -240,8 +240,8 @@ def test_a_lock_that_another_process_has_taken_ends_the_run(nvme: Path) -> None:
             other.communicate("\n", timeout=60)
 
 
-def test_the_end_of_a_run_says_that_its_last_step_is_lost(nvme: Path) -> None:
-    """A loop that has ended raises nothing more, so `close` does."""
+def test_the_end_of_a_run_raises_if_its_last_step_is_lost(nvme: Path) -> None:
+    """No later step can raise the error, so `close` does."""
     engine = opened(nvme)
     go_on(engine, 0, 2)
     commit(engine)

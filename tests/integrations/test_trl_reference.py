@@ -29,7 +29,7 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_rank_equals_a_plain_trainer(case: str, results: dict[str, Any]) -> None:
-    """In stages 2 and 3. A generation gathers the whole model, also where it has more units than buffers."""
+    """Stages 2 and 3 are compared. A generation gathers the whole model, also if it has more units than buffers."""
     assert isinstance(results[case], list), results[case]
     plain, *others = results[case]
     assert len(others) == 3

@@ -1,4 +1,4 @@
-"""Ranks that begin with the same batches, as without a distributed sampler, are warned of."""
+"""A warning names ranks that begin with the same batches, as without a distributed sampler."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _digest(*arguments: object) -> bytes | None:
     return digest.value()
 
 
-def test_digests_tell_arguments_apart() -> None:
+def test_digests_distinguish_arguments() -> None:
     """Digests follow values, shapes and dtypes of tensors at any depth."""
     x = torch.randn(3, 4)
     different = [
@@ -106,7 +106,7 @@ def test_digests_tell_arguments_apart() -> None:
     ],
 )
 def test_arguments_without_a_digest(empty: object) -> None:
-    """Tensors of one value and those without memory of their own say nothing."""
+    """Tensors of one value and those without memory of their own have no digest."""
     assert _digest(empty) is None
 
 

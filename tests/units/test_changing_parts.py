@@ -65,7 +65,7 @@ def test_a_change_on_a_device_whose_copies_are_late(change: str) -> None:
 
 @pytest.mark.parametrize("uses", [ALL, ALL[1:], *(with_mode(1, mode) for mode in MODES)], ids=str)
 def test_units_are_updated_during_backward(uses: Uses) -> None:
-    """Every unit with a gradient, once steps repeat: what the graph tells costs no overlap."""
+    """Every unit with a gradient is, once steps repeat: querying the graph costs no overlap."""
     with open_engine(seeded(Changing), engine_config(unit_size=400, update="during_backward")) as engine:
         _train(engine, [uses] * 3)
         prepare(engine.module, uses)

@@ -134,7 +134,7 @@ def test_versions_count_as_in_a_plain_loop(make: Callable[[], nn.Module], make_e
 
 
 def test_an_edit_of_one_between_forward_and_backward_is_found(make_engine: OpenEngine) -> None:
-    """As in plain PyTorch, which cannot tell which of the slices was edited."""
+    """The edit is an error as in plain PyTorch, whose version counter does not distinguish the slices."""
     plain = seeded(stacked_slices)
     loss = plain(*BATCHES[0])
     with torch.no_grad():
