@@ -161,7 +161,7 @@ class RankStates:
         if wrong := self.wrong():
             raise CheckpointError(
                 f"{self.path} does not hold the states of its commit: the {wrong} differ from those that were "
-                "committed. The files were copied while the run trained, or altered since, or the drive is failing. "
+                "committed. The files were copied while the run trained, were altered since, or the drive is failing. "
                 "Copy them again while no process trains the run, use a checkpoint, or pass verify=False to load "
                 "them at your own risk."
             )

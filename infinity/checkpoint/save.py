@@ -46,7 +46,7 @@ def save(
 
     Peak memory is a few times one unit's states. tag: None means "global_step<N>". background: return once everything
     except the states of units is captured; `saver` completes the save. latest: update the file `latest`.
-    leaves_out: return whether a parameter is not saved. committed: the present states in files of a durable run, which
+    leaves_out: returns True for a parameter to omit. committed: the present states in files of a durable run, which
     are copied if every rank has them; otherwise states are read from their tiers. Raises on every rank: RanksError if
     ranks pass different folders, CheckpointError if writing failed. The previous checkpoint is untouched then.
     """

@@ -57,7 +57,7 @@ def capture(
     latest: bool,
     leaves_out: Callable[[nn.Parameter], bool],
 ) -> Snapshot:
-    """leaves_out: return whether a parameter is not saved."""
+    """leaves_out: returns True for a parameter to omit."""
     entries: dict[str, Entry] = {}
     divided, pieces, found = {}, {}, Pieces(model)
     saved: dict[int, str] = {}

@@ -246,7 +246,8 @@ def resume(
     check: Annotated[
         bool,
         typer.Option(
-            "--check", help="Only show the last committed step, and whether its files are intact. Reads them."
+            "--check",
+            help="Read the files of the last committed step, and show whether they are intact. Starts nothing.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --check: write one JSON object.")] = False,
@@ -258,8 +259,8 @@ def resume(
 
     \b
     --check --json writes {run, step, ranks, intact}: the run's name, its last
-    committed step, its number of ranks, and whether each rank's record is there, with
-    the states that it belongs to. It exits with 0 if so, and with 1 otherwise.
+    committed step, its number of ranks, and whether the record of each rank
+    matches its states. It exits with 0 if so, and with 1 otherwise.
     """
     from infinity.cli.resume import run
 

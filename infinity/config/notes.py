@@ -26,6 +26,6 @@ class Notes(NamedTuple):
             ("mapped", self.mapped),
             ('"auto" without a value, so default', self.defaults),
             ("no effect here (docs/config.md says why)", self.ignored),
-            ("not read, as by DeepSpeed, since full names with dots are no keys of the top level", self.dotted),
+            ("ignored, as in DeepSpeed, since full names with dots are not keys of the top level", self.dotted),
         )
         return "; ".join(f"{title}: {', '.join(phrases)}" for title, phrases in parts if phrases)

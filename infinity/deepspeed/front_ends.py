@@ -1,7 +1,7 @@
 """Accelerate's view of ranks without an accelerator, and the optimizers that it replaces.
 
-Accelerate 1.15 chooses no backend there, unless it is told to use the CPU. It then takes each rank for the only
-process, although it has initialized a process group through DeepSpeed's interface: every rank would train on the same
+Accelerate 1.15 chooses no backend there, unless its arguments select the CPU. It then takes each rank for the only
+process, although it has initialized a process group through DeepSpeed's interface. Every rank would train on the same
 data.
 """
 
@@ -49,6 +49,7 @@ _OF_TORCH = {"foreach", "differentiable"}
 """Keys of torch's optimizers. Its Adam has `amsgrad` as well; RAdam and Adamax have no key of their own."""
 _USED = ("SGD", "Adagrad")
 """Optimizers whose update an engine has."""
+_KEY = '"zero_force_ds_cpu_optimizer"'
 
 
 def check_groups(params: Any) -> None:
@@ -62,9 +63,9 @@ def check_groups(params: Any) -> None:
     if name is None and keys >= _OF_TORCH and "amsgrad" not in keys:
         name = "an optimizer of torch other than Adam"
     if name is not None:
-        fix = f'Set "zero_force_ds_cpu_optimizer": false in the config, so that {name} itself is used'
+        fix = f"Set {_KEY}: false in the config, so that {name} itself is used"
         if name not in _USED:
-            fix = f"An engine does not have the update of {name}: choose SGD or Adagrad with that key false"
+            fix = f"An engine does not have the update of {name}: choose SGD or Adagrad with {_KEY}: false"
         raise ConfigError(
             f"DeepSpeedCPUAdam was given the param_groups of {name}, and would train with Adam in its place. "
             "Accelerate and Trainer construct it for every optimizer if the config has offload_optimizer. "

@@ -34,11 +34,11 @@ class ZeroParamStatus(Enum):
 
 _ids = count()
 _numbers: WeakKeyDictionary[BaseEngine, dict[int, int]] = WeakKeyDictionary()
-"""Engine whose parameters answer → `id` of a parameter → its `ds_id`."""
+"""Engine whose parameters have the names → `id` of a parameter → its `ds_id`."""
 
 
 def answer(engine: BaseEngine) -> None:
-    """Let the parameters of `engine` answer the names until it is closed."""
+    """Give the names to the parameters of `engine` until it is closed."""
     _install()
     _numbers[engine] = {id(parameter): next(_ids) for parameter in engine.module.parameters()}
 
@@ -47,7 +47,7 @@ _Read = Callable[[nn.Parameter, BaseEngine, Unit], Any]
 
 
 class _Name:
-    """A name of the parameters that answer. Attributes of a parameter itself come first, as DeepSpeed sets them."""
+    """An attribute that the engine of a parameter computes. A value that is set on the parameter itself comes first."""
 
     def __init__(self, name: str, read: _Read) -> None:
         self._name, self._read = name, read
@@ -102,12 +102,12 @@ _NAMES: dict[str, _Read] = {
     "all_gather": _refuse,
     "partition": _refuse,
 }
-"""Name → how an engine answers it."""
+"""Name → function that computes its value."""
 
 
 def _install() -> None:
     """Add the names to `nn.Parameter`. Idempotent."""
-    # Autograd gives a backward of Python a tensor in place of a parameter that was saved. TRL reads the status there.
+    # In a Python backward, autograd passes a tensor in place of a saved parameter. TRL reads the status there.
     torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
     for name, read in _NAMES.items():
         if name not in vars(nn.Parameter):

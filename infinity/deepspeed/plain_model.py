@@ -1,4 +1,4 @@
-"""Loads a checkpoint's weights into a model on the CPU, which any engine of the model leaves."""
+"""Loads a checkpoint's weights into a model on the CPU, after closing its engines."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class SavingEngine(ReportingEngine):
 
     @property
     def _batch(self) -> Batch:
-        """Batch sizes of the config. Raises ConfigError if it has none, without which an engine may run a model."""
+        """Batch sizes of the config. Raises ConfigError without them; an engine without an optimizer needs none."""
         if self._trainer is not None:
             return self._trainer.batch
         return self._engine.config.resolve_batch(self.dp_world_size)
@@ -133,10 +133,11 @@ class SavingEngine(ReportingEngine):
         As DeepSpeed, it also writes the script save_dir/zero_to_fp32.py, which reads the checkpoints there.
 
         save_latest: update the file `latest`, which `load_checkpoint` reads without a tag. exclude_frozen_parameters:
-        leave out parameters that do not require gradients; load such a checkpoint with load_module_strict=False. Tags
-        that differ between ranks: rank 0's is used, with a warning; see `checkpoint.tag_validation`.
+        leave out parameters that do not require gradients; load such a checkpoint with load_module_strict=False. If
+        tags differ between ranks, rank 0's is used, with a warning; see `checkpoint.tag_validation`.
 
-        Without an optimizer, it has the parameters and buffers; an engine with one loads it with load_module_only=True.
+        Without an optimizer, the checkpoint holds the parameters and buffers; an engine with one loads it with
+        load_module_only=True.
         """
         if not save_dir:
             raise WrongValue(f"save_dir is {save_dir!r}: pass the path of a folder")
@@ -156,7 +157,7 @@ class SavingEngine(ReportingEngine):
         return tag_validation(self.config) == "FAIL"
 
     def _agreed(self, tag: str) -> str:
-        """Return rank 0's tag. Raises RanksError on all ranks for different tags, if they are to fail."""
+        """Return rank 0's tag. Raises RanksError on all ranks if tags differ under `Fail`."""
         tags: list[str] = self._engine.ranks.gather(tag)
         if len(set(tags)) > 1 and self.checkpoint_tag_validation_enabled():
             shown = ", ".join(f"rank {rank} {name!r}" for rank, name in enumerate(tags))

@@ -101,8 +101,8 @@ class Commits:
         self.stops = False
         """True once any rank was asked to stop; equal on all ranks between two commits."""
         self.misplaced = ""
-        """Why the last commit was left out on all ranks; empty if it was not. The states are right, and training can go
-        on; the next commit is tried again. Differs between ranks.
+        """Reason why the last commit was left out on all ranks; empty if it was not. The states are right, training can
+        continue, and the next commit is tried again. The text differs between ranks.
         """
         self._writes: Mapping[str, Mapping[int, int]] | None = None
         """Tier in memory → its writes, as of the last commit; None: nothing was committed or adopted."""

@@ -122,7 +122,7 @@ class DurableRun:
     def _keep_manifest(self, path: Path) -> None:
         """Write the manifest with the first commit, and again if its file was removed, replaced or altered.
 
-        Not before: a process that only loads the run must not leave its command.
+        It is not written before: a process that only loads the run must not leave its command.
         """
         if self._written and self._written == _identity(path):
             return

@@ -214,7 +214,7 @@ class BaseEngine(ABC):
         return not parameter.requires_grad
 
     def left_out(self, exclude_frozen: bool) -> Callable[[nn.Parameter], bool]:
-        """Return the function that selects parameters which a file of the model omits."""
+        """Return a function that returns True for parameters which a file of the model omits."""
         return self.is_frozen if exclude_frozen else lambda parameter: False
 
     # -- shutdown ----------------------------------------------------------------------------------------------------

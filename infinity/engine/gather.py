@@ -48,7 +48,7 @@ class GatheredParameters:
 
     params: one or more parameters of an open engine; other parameters are ignored.
     modifier_rank: rank whose edits are broadcast at the end of the block, also if it ends with an exception, which
-        then must reach all ranks. By default, all ranks must make the same edits.
+        all ranks must then raise. By default, all ranks must make the same edits.
 
     The block takes memory of its own for parameters that the engine's buffers cannot hold at once, and logs its bytes.
     Raises OutOfMemoryError on all ranks if it does not fit; gather fewer parameters at a time then.
@@ -83,7 +83,7 @@ class GatheredParameters:
                 self._share_edits()
         except RanksError:
             if error is None:
-                raise  # else the block's error tells why this rank is elsewhere
+                raise  # otherwise the block's own error is the cause
         finally:
             self._release()
 

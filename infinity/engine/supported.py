@@ -42,7 +42,7 @@ def check_model(model: Any) -> None:
         if problem is not None:
             kind, conversion = problem
             raise ModelError(
-                f"parameter {name} is a {kind}, and an engine stores dense tensors alone: load the model without "
+                f"parameter {name} is a {kind}, and an engine stores dense tensors only: load the model without "
                 f"quantisation or sparsity, or replace the parameter by {conversion.format(name)}. To save memory, "
                 "move dense weights to the host or to NVMe (zero_optimization.offload_param)."
             )

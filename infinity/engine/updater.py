@@ -58,11 +58,11 @@ class Updater:
         )
 
     def count_edits(self) -> None:
-        """Count the step, which updates `Step.updated`, as an edit of their parameters: increments their versions.
+        """Increment the versions of the parameters of `Step.updated`, since the step counts as an edit of them.
 
-        Here and not at each update, as a torch optimizer does: parameters may share a version, as slices of one tensor
-        do, and a backward still needs others than those that it updates. PyTorch's own check then finds graphs of
-        before the step. On several ranks a parameter's gradient may have come from another one.
+        Called once a step, as a torch optimizer does, and not at each update: parameters may share a version, as slices
+        of one tensor do, and the running backward still needs the others. PyTorch's own check then refuses graphs from
+        before the step. On several ranks all parameters of a unit count, since gradients may come from other ranks.
         """
         for unit in map(self._store.units.__getitem__, self._step.updated):
             slots = unit.collected if self._ranks.is_single else range(len(unit.parameters))

@@ -96,7 +96,7 @@ class GradCollector:
         on_arrival: Callable[[], None],
         finish_update: Callable[[Unit], None],
     ) -> None:
-        """updates: takes the units whose gradients are complete. coming: knows which are. on_arrival: called with each
+        """updates: takes the units whose gradients are complete. coming: finds which are. on_arrival: called with each
         gradient. finish_update: executes the update of a former step that no forward has waited for.
         """
         self._units = units
@@ -110,7 +110,7 @@ class GradCollector:
         self._cleared = False
         """True if a user's hook has cleared a gradient in this backward."""
         self._before: dict[int, int] = {}
-        """unit → its arrivals in the last backward: before that number the graph is not asked, which takes time."""
+        """unit → its arrivals in the last backward. Below that number the graph is not queried: it takes time."""
         self._passed: set[int] = set()
         """Units past their last use in this backward (several ranks only)."""
         self._unpredictable: set[int] = set()

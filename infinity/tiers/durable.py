@@ -103,7 +103,7 @@ class DurableTier(NvmeTier):
     def digests(self, sealed: bytes, before: bytes, known: Digests | None) -> Digests:
         """Return the digests of the slots of `seal`. before, known: slots and digests of the last commit.
 
-        A slot that is still the committed one was not written since. Slots that no digest is known of are read.
+        A slot that is still the committed one was not written since. Slots without a known digest are read.
         """
         sums = Sums(self._slot_file.checksums, self._block)
         is_known = known is not None and known.block == self._block and len(known) == len(before) == len(sealed)

@@ -41,7 +41,7 @@ _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno
 
 @dataclass(frozen=True)
 class Member:
-    """One open file of a swap file. direct: descriptor with `O_DIRECT`; -1: none. path: names no file if it is not
+    """One open file of a swap file. direct: descriptor with `O_DIRECT`; -1: none. path: names a file only if it is
     durable. nbytes: reserved.
     """
 

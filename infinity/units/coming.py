@@ -1,10 +1,10 @@
-"""Tells which gradients a backward still delivers, from the graphs that it executes.
+"""Finds the gradients that a backward still delivers, from the graphs that it executes.
 
-autograd knows when it starts a graph which leaves it will reach, and reaches each of them once. So nothing here follows
-from an earlier step: a model may train other parameters in each.
+autograd fixes the leaves of a graph when it starts it, and reaches each of them once. Nothing here follows from an
+earlier step, so a model may train other parameters in each.
 
 A reentrant checkpoint runs its forward without a graph, and again in backward, as a graph of its own inside of the
-first. Before it has run again nothing shows its gradients, so uses without a graph are counted.
+first. No graph contains its gradients before it has run again, so uses without a graph are counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _InTask:
     arrived: set[int] = field(default_factory=set)
     """Slots whose gradient has arrived."""
     coming: set[int] | None = None
-    """Slots whose gradient has not arrived and is in the task's graph; None: the graph has not been asked."""
+    """Slots whose gradient has not arrived and is in the task's graph; None: the graph was not queried."""
 
 
 class ComingGradients:
@@ -59,7 +59,7 @@ class ComingGradients:
             self._without_graph[unit.index] = left
         else:
             del self._without_graph[unit.index]
-        # The gradients of this forward arrive in a task inside of the present one, where its graph cannot be asked.
+        # The gradients of this forward arrive in a task inside of the present one, where its graph cannot be queried.
         task = torch._C._current_graph_task_id()
         self._ask(unit, self._tasks.setdefault(unit.index, {}).setdefault(task, _InTask()))
 
@@ -100,7 +100,7 @@ class ComingGradients:
         """Register the end of a step, whose forwards are not run again."""
         self.end_backward(last=True)
 
-    # -- the answer --------------------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------------
 
     def expects(self, unit: Unit) -> bool:
         """Return whether the running backward may deliver another gradient of `unit`.
@@ -133,7 +133,7 @@ class ComingGradients:
         return bool(gradients.coming)
 
     def _ask(self, unit: Unit, gradients: _InTask) -> None:
-        """Ask the graph of the present task, which is that of `gradients`, for the gradients that will arrive."""
+        """Query the graph of the present task, which is that of `gradients`, for the gradients that will arrive."""
         if gradients.coming is None:
             gradients.coming = _in_graph(unit, gradients.arrived)
 

@@ -171,7 +171,7 @@ def _check_grad(parameter: Any, *value: Any) -> None:
     name = owner.unit.layout.slots[owner.slot].name
     if owner.slot in owner.unit.collected and torch._C._current_graph_task_id() != -1:
         raise UsageError(
-            f"{name}.grad was {'set' if value else 'read'} in a backward, when the engine had taken a gradient of this "
+            f"{name}.grad was {'set' if value else 'read'} in a backward, after the engine took a gradient of this "
             "step. A hook sees the gradient of the present backward only, and only if it was registered before "
             "infinity.initialize(). To read or change sums over micro-batches and ranks, set infinity.update to "
             '"next_forward" and call infinity.get_full_grad() or infinity.set_full_grad() before engine.step().'

@@ -168,7 +168,7 @@ class UnitStore:
             )
 
     def begin_backward(self) -> None:
-        """Find edits from now on to the end of the backward: those of before are written to the tiers."""
+        """Find edits until the backward ends. Earlier edits are written to the tiers first."""
         self.write_edits()
         self._finds_edits = True
 
@@ -192,7 +192,7 @@ class UnitStore:
         raise self.failure
 
     def forget_backward(self) -> None:
-        """Stop to find edits, after a backward that failed."""
+        """Stop finding edits, after a backward that failed."""
         self._finds_edits = False
 
     # -- fetch -------------------------------------------------------------------------------------------------------

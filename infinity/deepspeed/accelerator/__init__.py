@@ -76,7 +76,7 @@ class Accelerator:
         return self.device_name(self.current_device())
 
     def device_count(self) -> int:
-        """Return the number of devices of this machine; on the CPU, of its ranks, as the launcher says."""
+        """Return the number of devices of this machine; on the CPU, the launcher's number of its ranks."""
         if self._is_cpu:
             return number_of("LOCAL_SIZE", number_of("LOCAL_WORLD_SIZE", 1, least=1), least=1)
         return int(self._module.device_count())

@@ -72,7 +72,7 @@ class Init:
         self._config = _init_config({} if source is None else read_settings(source))
         self._dtype = dtype or _DTYPES.get((self._config.bf16.enabled, self._config.fp16.enabled))
         self._blocks: list[ExitStack] = []
-        """How to end the open blocks, since one object may be entered several times."""
+        """Callbacks that end the open blocks, since one object may be entered several times."""
 
     def __enter__(self) -> Init:
         with ExitStack() as stack:
@@ -128,7 +128,7 @@ def _init_config(settings: dict[str, Any]) -> Config:
 class _Gathered(gather.GatheredParameters):
     """Discards edits without `modifier_rank` of parameters that stage 3 shards, as DeepSpeed does.
 
-    An outer block that holds a parameter, too, decides on its edits.
+    If blocks that hold a parameter are nested, the outermost decides on its edits.
     """
 
     _decided: ClassVar[set[Unit]] = set()
@@ -169,7 +169,7 @@ class GatheredParameters:
 
     params: one or more parameters, of an engine or built under `Init`. Others are ignored, since every rank has their
     values. modifier_rank: rank whose edits are broadcast. None: edits of parameters that stage 3 shards are discarded,
-    with a warning; before `initialize`, all ranks must make the same edits, which stay.
+    with a warning. Before `initialize` they are kept, and all ranks must make the same edits.
     fwd_module: accepted without effect. enabled: False makes a block without effect.
     """
 
@@ -184,7 +184,7 @@ class GatheredParameters:
         self._params = listed if enabled else []
         self._modifier = modifier_rank
         self._blocks: list[ExitStack] = []
-        """How to end the open blocks, since one object may be entered several times."""
+        """Callbacks that end the open blocks, since one object may be entered several times."""
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
