@@ -195,7 +195,7 @@ def _torch_decay(draft: Draft) -> None:
 
 
 def _warmup_type(draft: Draft) -> None:
-    """DeepSpeed warms up by "log" for any type that it does not know."""
+    """Replace an unknown type of warm-up by "log", as DeepSpeed does."""
     name = "scheduler.params.warmup_type"
     kind = look(draft.content, name)
     if draft.dialect == "deepspeed" and isinstance(kind, str) and kind not in ("log", "linear"):

@@ -53,7 +53,7 @@ def make_config(settings: Mapping[str, Any], model: nn.Module) -> Config:
 
 
 def in_dtype_of(model: nn.Module, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `settings` with bf16 or fp16 enabled if all parameters of `model` have that dtype and no section says so.
+    """Return `settings`, with bf16 or fp16 enabled if all parameters of `model` have it and no section is enabled.
 
     DeepSpeed trains such a model in its dtype. fp16 then has no loss scale, as there.
     """

@@ -555,7 +555,7 @@ class TrainingEngine(CheckpointingEngine):
         self.parts.store.end_backward()
         self._step.end_backward(counts=self.updates.collector.end_backward())
         self._reports.end(Phase.BACKWARD)
-        if self._step.averages_plain:  # DeepSpeed's front door, which refuses an unscaled loss at once
+        if self._step.averages_plain:  # infinity.deepspeed, which refuses an unscaled loss at once, as DeepSpeed does
             self._check_scaled()
 
     def _conclude_backward(self) -> None:

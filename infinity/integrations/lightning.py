@@ -96,7 +96,6 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
         self._source = config
         self._restore = restore
         self._precision = EnginePrecision()
-        """Parameters that an engine for inference froze, which are trainable again after `teardown`."""
         self._own_forward: Any = None
         """The forward that was assigned to the module itself, if any."""
         self._step = ""
