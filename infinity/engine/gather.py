@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -54,12 +54,17 @@ class GatheredParameters:
     Raises OutOfMemoryError on all ranks if it does not fit; gather fewer parameters at a time then.
     """
 
+    _gathered: ClassVar[set[Unit]] = set()
+    """Units of the open blocks."""
+
     def __init__(self, params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None) -> None:
         owners = map(_find, [params] if isinstance(params, torch.Tensor) else params)
         self._units: dict[BaseEngine, list[Unit]] = {}
         for engine, unit in dict.fromkeys((engine, unit) for engine, unit, _ in filter(None, owners)):
             self._units.setdefault(engine, []).append(unit)
         self._held: list[tuple[BaseEngine, Unit]] = []
+        self._ours: set[Unit] = set()
+        """Held units of which no other open block decides whether edits stay: those that none held before."""
         self._room: list[tuple[BaseEngine, Counter[int]]] = []
         self._modifier = modifier_rank
         for engine in self._units:
@@ -74,10 +79,13 @@ class GatheredParameters:
         except BaseException:
             self._release()
             raise
+        self._ours = {unit for _, unit in self._held} - self._gathered
+        self._gathered.update(self._ours)
         return self
 
     def __exit__(self, *raised: object) -> None:
         error = raised[1]
+        self._gathered.difference_update(self._ours)
         try:
             if error is None or isinstance(error, Exception):  # a script may catch it, and go on with the parameters
                 self._share_edits()

@@ -131,6 +131,19 @@ def test_the_outer_block_decides(outer: int | None, opens: Opens) -> None:
     assert (weight == 2).all() if outer == 0 else torch.equal(weight, before)
 
 
+def test_edits_with_a_modifier_stay_within_a_block_without(opens: Opens) -> None:
+    engine = opens(3)
+    first, second = engine.module.head.weight, next(iter(engine.module.parameters()))
+    block = deepspeed.zero.GatheredParameters(list(engine.module.parameters()))
+    with pytest.warns(UserWarning, match="were discarded"), block:
+        for weight in (first, second):
+            with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
+                weight.data.fill_(2)
+            weight.data.add_(1)
+        assert (first == 3).all() and (second == 3).all()
+    assert (first == 2).all() and (second == 2).all()
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_edits_stay_where_parameters_are_whole(stage: int, opens: Opens) -> None:
     engine = opens(stage)

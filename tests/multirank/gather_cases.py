@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import infinity
+import infinity.deepspeed as deepspeed
 from infinity.engine.training import TrainingEngine
 from infinity.errors import OutOfMemoryError, RanksError
 from infinity.plan.pools import UNITS
@@ -88,3 +89,16 @@ def raising_alone(rank: int, *, folder: str) -> tuple[str, str]:
     except (ValueError, RanksError) as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def within(rank: int, *, folder: str) -> dict[str, torch.Tensor]:
+    """Edit every parameter on rank 1, and on all ranks in a block of `infinity.deepspeed` inside."""
+    with many(rank, folder, late=False) as engine:
+        parameters = list(engine.module.parameters())
+        with infinity.GatheredParameters(parameters, modifier_rank=1):
+            for parameter in parameters if rank == 1 else ():
+                parameter.data.fill_(2)
+            with deepspeed.zero.GatheredParameters(parameters):
+                for parameter in parameters:
+                    parameter.data.add_(1)
+        return parameters_of(engine)

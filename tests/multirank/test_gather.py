@@ -55,3 +55,9 @@ def test_an_exception_on_one_rank_is_the_one_that_is_raised(pair: Group, tmp_pat
     assert raised == ("ValueError", "no such file")
     assert other[0] == "RanksError"
     pair.stop()  # the ranks' collectives are out of step
+
+
+def test_the_outer_block_decides_on_edits(pair: Group, tmp_path: Path) -> None:
+    """A block of `infinity.deepspeed` in it, without modifier_rank, mixes no shards of ranks with and without edits."""
+    for values in pair.run(gather_cases.within, folder=str(tmp_path)):
+        assert all((value == 3).all() for value in values.values())

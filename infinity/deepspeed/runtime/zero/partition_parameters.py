@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -128,26 +128,21 @@ def _init_config(settings: dict[str, Any]) -> Config:
 class _Gathered(gather.GatheredParameters):
     """Discards edits without `modifier_rank` of parameters that stage 3 shards, as DeepSpeed does.
 
-    If blocks that hold a parameter are nested, the outermost decides on its edits.
+    If blocks that hold a parameter are nested, the outermost decides on its edits. It keeps those of an inner block
+    with `modifier_rank`.
     """
-
-    _decided: ClassVar[set[Unit]] = set()
-    """Units of the open blocks."""
 
     def __enter__(self) -> gather.GatheredParameters:
         super().__enter__()
-        self._ours = [(engine, unit) for engine, unit in self._held if unit not in self._decided]
-        self._decided.update(unit for _, unit in self._ours)
         for engine, units in self._read_only():
             engine.parts.store.write_edits(units)
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._decided.difference_update(unit for _, unit in self._ours)
-        super().__exit__(*error)
-
     def _share_edits(self) -> None:
         super()._share_edits()
+        for engine, unit in self._held if self._modifier is not None else ():
+            if unit not in self._ours and engine in open_engines:
+                engine.parts.store.write_edits([unit])  # the outer block then discards what is edited from now on
         for engine, units in self._read_only():
             discarded = engine.parts.store.discard_edits(units)
             if discarded:
@@ -161,7 +156,7 @@ class _Gathered(gather.GatheredParameters):
         """Yield the open engines of stage 3 with their units whose edits this block discards."""
         for engine in self._units if self._modifier is None else ():
             if engine in open_engines and engine.config.zero_optimization.stage == 3:
-                yield engine, [unit for owner, unit in self._ours if owner is engine]
+                yield engine, [unit for owner, unit in self._held if owner is engine and unit in self._ours]
 
 
 class GatheredParameters:
