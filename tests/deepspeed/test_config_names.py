@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from infinity.deepspeed.accelerator import Accelerator
 from infinity.deepspeed.engine_names import GETTERS
 from infinity.deepspeed.ops.adam import DeepSpeedCPUAdam
 from infinity.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from infinity.deepspeed.runtime import config as runtime_config, lr_schedules
+from infinity.deepspeed.runtime import config as runtime_config, constants, lr_schedules
 from infinity.deepspeed.runtime.config import DeepSpeedConfig
 from infinity.deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from infinity.deepspeed.runtime.precision_config import (
@@ -77,6 +78,13 @@ def test_constants_of_optimizers_are_types_of_the_config() -> None:
         assert Config.load({"optimizer": {"type": name}}).optimizer.type.lower() == name
     with pytest.raises(ConfigError, match="AdamW is the nearest"):
         Config.load({"optimizer": {"type": runtime_config.LAMB_OPTIMIZER}})
+
+
+def test_constants_of_keys_are_keys_of_the_config() -> None:
+    documented = Path(__file__).parents[2].joinpath("docs/config.md").read_text(encoding="utf-8")
+    for name, value in vars(constants).items():
+        if name.isupper() and not name.startswith("ROUTE_") and not name.endswith("_DEFAULT"):
+            assert re.search(rf"^\| `{value}[.`]", documented, re.MULTILINE), name
 
 
 def test_keys_of_a_config_that_is_not_loaded() -> None:

@@ -8,6 +8,7 @@ __getattr__ = submodules(
     "base_optimizer",
     "config",
     "config_utils",
+    "constants",
     "dataloader",
     "engine",
     "lr_schedules",

@@ -11,6 +11,7 @@ from torch import nn
 
 from infinity.deepspeed.checks import config_checks
 from infinity.deepspeed.engine_names import GETTERS, Reads, read
+from infinity.deepspeed.runtime import constants
 from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
 from infinity.errors import ConfigError
 from infinity.inputs import number_of
@@ -42,7 +43,7 @@ ADAM_W_MODE_DEFAULT = True
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
     """Return the largest norm of the gradient in the config `param_dict`."""
-    return float(read(param_dict, Reads("gradient_clipping", 1.0)))
+    return float(read(param_dict, Reads(constants.GRADIENT_CLIPPING, constants.GRADIENT_CLIPPING_DEFAULT)))
 
 
 def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
