@@ -8,19 +8,23 @@ INSIDE = "inspect DeepSpeed's implementation"
 ABSENT = "use names without a counterpart (docs/deepspeed.md)"
 DIFFERENT = "expect behaviour that docs/deepspeed.md or docs/config.md lists as different"
 MACHINE = "need an accelerator, or a package that is not installed"
-ROUNDING = "compare bf16 sums with those of DistributedDataParallel; sums are fp32 here"
+ROUNDING = "compare bf16 training with DistributedDataParallel, which has no fp32 sums and masters"
 OPEN = "open"
 
 _REASONS = (
     (ABSENT, r"missing name: deepspeed\.(moe|pipe|monitor|OnDevice|runtime\.pipe|checkpoint\.|ops\.adam\.ZenFlow)"),
     (ABSENT, r"test_monitor|test_zf_torch_adam|MiCS|test_offload_activations|test_reshape_checkpoint"),
     (ABSENT, r"TiledLinearReturnBias|partition_(balanced|uniform)|PartitionedTensor|prefix_sum_inc"),
-    (ABSENT, r"_create_expert_and_data_parallel|coalesce_grad_reduction|MoE has no counterpart|[Zz]en_?[Ff]low"),
+    (
+        ABSENT,
+        r"_create_expert_and_data_parallel|coalesce_grad_reduction|has no counterpart in Infinity|[Zz]en_?[Ff]low",
+    ),
     (MACHINE, r"No module named '(datasets|comet_ml|mup|accelerate|transformers|cpuinfo)'|accelerate>="),
     (MACHINE, r"Cannot access accelerator|NVIDIA driver|not compiled with CUDA|device_ids \[0\]|unpin_memory"),
     (MACHINE, r"GPUError|TestZeroAutoCast::test\w*\[dtype1"),  # its GradScaler is disabled without a GPU
     (INSIDE, r"missing name: |_StandInType|grad_partitions_flat_buffer|TestBf16ZeRO0UnfusedOptimizer"),
     (INSIDE, r"test_training_partition_cache|external_parameter_lifecycle|TestZero3AutocastMixedDtype"),
+    (INSIDE, r"all_gather_coalesced|TestStage2FlattenOnGPU|test_engine_getter_returns_config_value"),
     (INSIDE, r"has no attribute '(_|ds_|averaged_|bit16_|fp16_|fp32_|nccl_|accumulated_|is_external|param_groups_)"),
     (
         INSIDE,
@@ -39,7 +43,8 @@ _REASONS = (
     (DIFFERENT, r"update an engine does not have|that the engine does not use|a checkpoint holds no gradients"),
     (DIFFERENT, r"shares the memory of parameter|(step|rollback)_subgroup|a gradient is sparse|TestSparseCheckpoint"),
     (DIFFERENT, r"Loss scaling is required in fp16|which is trained only with|TestStage2IgnoreUnusedParameters"),
-    (DIFFERENT, r"elastic_checkpoint_is_deprecated|AllRanksErrorOnModification"),
+    (DIFFERENT, r"elastic_checkpoint_is_deprecated|AllRanksErrorOnModification|test_unmanaged_rejects_overlap_comm"),
+    (ROUNDING, r"test_checkpointed_multiple_backward\["),
     (ROUNDING, r"Gradients differ for parameter (?s:.*)dtype=torch\.bfloat16|mismatch at after non-scalar backward"),
 )
 """(reason, pattern): the first that matches decides."""
