@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infinity.deepspeed.engine_names import Reads, read
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, StorageError
 from infinity.observe.log import logger
 
 if TYPE_CHECKING:
@@ -47,8 +47,13 @@ def make_config(settings: Mapping[str, Any], model: nn.Module) -> Config:
     if config.zero_optimization.stage < 3:
         content = {**settings, "infinity": _resident(model) | dict(settings.get("infinity") or {})}
         config = Config.load(content, dialect="deepspeed", fill=fill)
-    for folder in config.zero_optimization.nvme_paths:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+    for folder in map(Path, config.zero_optimization.nvme_paths):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"nvme_path: {folder} cannot be created: {error.strerror}. Create it, or name another folder."
+            ) from None
     return config
 
 

@@ -28,7 +28,7 @@ from infinity.deepspeed.utils.zero_to_fp32 import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from infinity.errors import CheckpointError, ConfigError, ModelError, UsageError
+from infinity.errors import CheckpointError, ConfigError, ModelError, StorageError, UsageError
 from support.deepspeed_model import TinyModel
 from support.models import Stack, seeded, token_batches
 
@@ -122,6 +122,13 @@ def test_nvme_path_is_created(opens: Opens, tmp_path: Path) -> None:
     engine.backward(engine(*batch))
     engine.step()
     assert engine.was_step_applied()
+
+
+def test_an_nvme_path_that_cannot_be_created_is_named(opens: Opens, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path / "file" / "folder")}
+    with pytest.raises(StorageError, match=r"nvme_path: .*/file/folder cannot be created: Not a directory. Create it"):
+        opens(3, zero_optimization={"offload_optimizer": nvme, "offload_param": nvme})
 
 
 @pytest.mark.parametrize(
