@@ -26,10 +26,6 @@ from infinity.tiers.memory import host_tensor, pin_ranges
 from infinity.tiers.stalls import EventClock, StreamWaits
 from infinity.tiers.transfer import DONE, Transfer, issued
 
-# torch 2.6 has shorter names.
-_set_index = getattr(torch.accelerator, "set_device_index", None) or torch.accelerator.set_device_idx
-_current_index = getattr(torch.accelerator, "current_device_index", None) or torch.accelerator.current_device_idx
-
 
 class StreamTransfer:
     """Work on a stream, up to an event."""
@@ -82,7 +78,7 @@ class AcceleratorDevice(Device):
     def __init__(self, device: torch.device) -> None:
         """device: with an index. It becomes the calling thread's current device."""
         self.torch_device = device
-        _set_index(device)
+        torch.accelerator.set_device_index(device)
         self._to_device = torch.Stream(device)
         self._from_device = torch.Stream(device)
         self._helper = threading.local()
@@ -102,7 +98,7 @@ class AcceleratorDevice(Device):
         return self._clock.stamp(self._current_stream())
 
     def enter_thread(self) -> None:
-        _set_index(self.torch_device)
+        torch.accelerator.set_device_index(self.torch_device)
         self._helper.stream = torch.Stream(self.torch_device)
         torch.accelerator.set_stream(self._helper.stream)
 
@@ -189,7 +185,7 @@ class AcceleratorDevice(Device):
             logger.warning("torch cannot limit memory on %s: infinity.memory.device limits buffers only", kind)
             return
         if self._fraction is None:
-            present = getattr(self._library, "get_per_process_memory_fraction", None)  # torch 2.6 has none
+            present = getattr(self._library, "get_per_process_memory_fraction", None)  # some lack it
             self._fraction = 1.0 if present is None else present(self.torch_device)
         restrict(nbytes / total, self.torch_device)
 
@@ -235,7 +231,7 @@ def default_device() -> Device:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or accelerator.type == "mps":  # MPS has no streams
         return CpuDevice()
-    index = _current_index()
+    index = torch.accelerator.current_device_index()
     if "LOCAL_RANK" in os.environ:
         index = number_of("LOCAL_RANK", 0) % torch.accelerator.device_count()
     return AcceleratorDevice(torch.device(accelerator.type, index))

@@ -47,12 +47,8 @@ def refuse_compiled_autograd() -> None:
 
 def _pass_over(code: CodeType) -> None:
     """Exclude frames of `code` from compilation. Frames of its callees are compiled as usual."""
-    if hasattr(eval_frame, "set_code_exec_strategy"):
-        action = eval_frame._FrameAction
-        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
-        eval_frame.set_code_exec_strategy(code, strategy)
-    else:  # torch 2.6
-        eval_frame.skip_code(code)  # type: ignore[attr-defined]
+    action = eval_frame._FrameAction
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
 
 
 def runs_as_it_is(function: _F) -> _F:

@@ -87,8 +87,6 @@ class FusedAdam(torch.optim.AdamW):
             raise ConfigError("amsgrad is True: FusedAdam does not support it, use torch.optim.AdamW")
         super().__init__(params, lr, betas, eps, weight_decay)
         self.set_grad_none = set_grad_none
-        if not adam_w_mode and "decoupled_weight_decay" not in self.defaults:
-            raise ConfigError("adam_w_mode is False, which needs torch 2.7: use torch.optim.Adam")
         for group in self.param_groups:
             group["decoupled_weight_decay"] = adam_w_mode  # torch's AdamW is its Adam with this key
 
