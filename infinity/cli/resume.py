@@ -46,8 +46,10 @@ def _show(found: Condition, *, as_json: bool) -> None:
     if as_json:
         say_json({"run": found.run, "step": found.step, "ranks": found.ranks, "intact": found.is_intact})
         return
-    step = "no step is committed" if found.step is None else f"step {found.step:,} is the last committed one"
-    state = "intact" if found.is_intact else "nothing to resume from" if found.step is None else "not intact"
+    is_empty = found.step is None and not found.faults
+    none = "no step is committed" if is_empty else "no committed step can be read"
+    step = none if found.step is None else f"step {found.step:,} is the last committed one"
+    state = "intact" if found.is_intact else "nothing to resume from" if is_empty else "not intact"
     say(
         f"run {printable(found.run)}, {_ranks(range(found.ranks))}: {step}; {state}",
         f"command, in {printable(found.folder)}: {printable(shlex.join(found.command))}",

@@ -86,7 +86,7 @@ def _check_begun(ranks: int, commits: Mapping[int, set[int]], damaged: set[int],
     missing = [rank for rank in range(ranks) if rank not in commits]
     newest = max((max(numbers, default=0) for numbers in commits.values()), default=0)
     if damaged:
-        problem = f"the records of rank {', '.join(map(str, sorted(damaged)))} are damaged"
+        problem = f"the records of rank {', '.join(map(str, sorted(damaged)))} are damaged or missing"
     elif newest and missing:
         problem = f"the files of rank {', '.join(map(str, missing))} are missing, or their manifests are damaged"
     elif newest > 1:
@@ -95,7 +95,7 @@ def _check_begun(ranks: int, commits: Mapping[int, set[int]], damaged: set[int],
         return
     raise CheckpointError(
         f"{run} holds a run that cannot be resumed: {problem}. Restore the files of all ranks, or name another run "
-        "(infinity.run) and load a checkpoint."
+        "(infinity.run) and load a checkpoint. To begin anew, remove the folder."
     )
 
 

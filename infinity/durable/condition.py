@@ -62,6 +62,8 @@ def owned(run: Path) -> Iterator[Path]:
     try:
         held = Path(f"/proc/self/fd/{fd}")
         if not files.is_run(held):
+            if any(held.glob("[0-9]*/rank-*")):
+                raise CheckpointError(f"{run} has files of a run, but no manifest (rank-*.json): restore it")
             raise CheckpointError(f"{run} is not the folder of a durable run: pass NVME_PATH/RUN (infinity.run)")
         _check_owner(os.fstat(fd), run)
         for path in (*held.glob("[0-9]*"), *held.glob("[0-9]*/rank-*.json")):
@@ -100,10 +102,12 @@ def condition(held: Path, run: Path, *, verify: bool) -> Condition:
             faults.append(f"rank {rank}: its manifest is damaged")
         elif rank in records:
             own, record = generation.manifests[rank], records[rank]
-            own_faults = [*_faults(held, own, generation.number, rank, number, record)]
+            own_faults = [*_faults(held, run, own, generation.number, rank, number, record)]
             if verify and record is not None and not own_faults:
                 own_faults = [*_differences(held, own, generation.number, rank, record)]
             faults += [f"rank {rank}: {fault}" for fault in own_faults]
+        elif rank in generation.damaged:
+            faults.append(f"rank {rank}: its records are damaged or missing")
     if len({job for (_, own), job in generation.jobs.items() if own == number}) > 1:
         faults.append("different jobs wrote the records of the ranks: copy the files of one run")
     absent = tuple(rank for rank in range(manifest.ranks) if rank not in there)
@@ -132,18 +136,20 @@ def _last_commit(generation: files.Generation) -> int:
 
 
 def _faults(
-    held: Path, manifest: Manifest, generation: int, rank: int, number: int, record: Record | None
+    held: Path, run: Path, manifest: Manifest, generation: int, rank: int, number: int, record: Record | None
 ) -> Iterator[str]:
-    """Yield the faults of a rank's files of a commit. record: of the file that should hold it."""
+    """Yield the faults of a rank's files of a commit. run: name of the folder `held`. record: of the file that should
+    hold it.
+    """
     if record is None or record.number != number:
         yield f"its record of commit {number} is missing or damaged"
     elif len(record.slots) != len(manifest.layout["extents"]):
         yield f"its record of commit {number} is of another layout"
     sizes = _file_sizes(manifest)
-    runs = [Path(run) for run in manifest.runs]
+    others = list(map(Path, manifest.runs[1:]))
     shown, present = (
-        states_in([files.generation_folder(run, generation) for run in each], rank)
-        for each in (runs, [held, *runs[1:]])
+        states_in([files.generation_folder(each, generation) for each in (first, *others)], rank)
+        for first in (run, held)
     )
     for name, path, nbytes in zip(shown, present, sizes, strict=True):
         try:

@@ -96,7 +96,8 @@ def read_generations(run: Path) -> list[Generation]:
         damaged = tuple(
             rank
             for rank, numbers in commits.items()
-            if not numbers and all(record_file(folder, rank, slot).exists() for slot in (0, 1))
+            if not numbers
+            and (read[rank].has_commit or all(record_file(folder, rank, slot).exists() for slot in (0, 1)))
         )
         if read:
             found.append(Generation(int(folder.name), read, commits, damaged, jobs))
@@ -128,8 +129,9 @@ def check_empty(folders: Iterable[Path], rank: int) -> None:
             )
         if any(path.suffix != PART for path in _listed(folder, f"rank-{rank:05d}.*")):
             raise StorageError(
-                f"{folder} has files of a run, but no manifest. Name the folders in nvme_path that the run was begun "
-                "with, in the same order, or another run (infinity.run)."
+                f"{folder} has files of a run, but no manifest. If {manifest.name} was lost, put it back. "
+                "Otherwise name the folders in nvme_path that the run was begun with, in the same order, or another "
+                "run (infinity.run)."
             )
 
 

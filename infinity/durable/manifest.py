@@ -33,6 +33,8 @@ class Manifest:
     """The working directory in which the command started."""
     runs: tuple[str, ...] = ()
     """The run's folder in each folder of nvme_path."""
+    has_commit: bool = False
+    """True once all ranks have a commit, so that missing records are lost ones."""
 
     @property
     def ranks(self) -> int:
@@ -40,6 +42,7 @@ class Manifest:
 
     def to_json(self) -> str:
         content = {"layout": self.layout, "command": list(self.command), "folder": self.folder, "runs": self.runs}
+        content |= {"has_commit": self.has_commit}
         return json.dumps({"version": _VERSION, "crc32": _crc32(content), **content}, indent=1)
 
 
@@ -100,7 +103,7 @@ def read_manifest(path: Path) -> Manifest | None:
     if crc32 != _crc32(content) or not isinstance(content.get("layout"), dict):
         return None
     command, runs = (tuple(map(str, content.get(key, ()))) for key in ("command", "runs"))
-    return Manifest(content["layout"], command, str(content.get("folder")), runs)
+    return Manifest(content["layout"], command, str(content.get("folder")), runs, content.get("has_commit") is True)
 
 
 def _crc32(content: dict[str, Any]) -> int:

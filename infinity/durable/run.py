@@ -64,7 +64,7 @@ class DurableRun:
         self.is_loaded = False
         """True if the source has been loaded, so that the next commit may follow it."""
         self._lock = lock
-        self._manifest = manifest
+        self._manifest = replace(manifest, has_commit=record is not None)
         self._written: tuple[int, ...] = ()
         """Identity of the manifest's file that this process has written; empty: none yet."""
         self._proof = Proof(job, digest(manifest.layout))
@@ -128,6 +128,9 @@ class DurableRun:
             return
         if self._written:
             logger.warning("%s was removed or altered while the run trained, and is written again", path)
+        self._put_manifest(path)
+
+    def _put_manifest(self, path: Path) -> None:
         _write_manifest(path, self._manifest)
         self._written = _identity(path)
 
@@ -155,6 +158,9 @@ class DurableRun:
         """
         assert self.record is not None
         self.forget_previous()
+        if not self._manifest.has_commit:
+            self._manifest = replace(self._manifest, has_commit=True)
+            self._put_manifest(files.manifest_file(self.folders[0], self.rank))
         if self.source is not None and self.source.generation != self.generation:
             files.remove_generation(self.runs, self.source.generation)
         self.is_loaded = True  # first, since the model's thread reads both

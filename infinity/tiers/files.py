@@ -320,8 +320,10 @@ def _check_whole(path: Path, nbytes: int) -> None:
     """Raise StorageError if the file of a durable run lacks bytes, which would be read as zeros."""
     try:
         there = os.lstat(path).st_size
-    except OSError:
-        there = 0
+    except FileNotFoundError:
+        raise StorageError(
+            f"{path} is missing. Put the file in its place, or name another run (infinity.run) and load a checkpoint."
+        ) from None
     if there < nbytes:
         raise StorageError(
             f"{path} is cut short: it has {there:,} bytes of {nbytes:,}. Put the whole file in its place, or name "

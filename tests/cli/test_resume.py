@@ -146,6 +146,10 @@ def no_manifest(run: Path) -> None:
     (run / MANIFEST).write_text("{}")
 
 
+def lost_manifest(run: Path) -> None:
+    (run / MANIFEST).unlink()
+
+
 def no_run(run: Path) -> None:
     shutil.rmtree(run / "0001")
 
@@ -167,6 +171,7 @@ def no_folder(run: Path) -> None:
             marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away"),
         ),
         (no_manifest, "all manifests in"),
+        (lost_manifest, "has files of a run, but no manifest"),
         (no_run, "is not the folder of a durable run"),
         (no_folder, "No such file or directory"),
     ],
@@ -258,7 +263,7 @@ def test_check_of_a_run_whose_first_commit_some_ranks_lack(run: Path) -> None:
     generation.mkdir(mode=0o700)
     manifest = read_manifest(run / "0001" / "rank-00000.json")
     assert manifest is not None
-    two = replace(manifest, layout={**manifest.layout, "ranks": 2})
+    two = replace(manifest, layout={**manifest.layout, "ranks": 2}, has_commit=False)
     for rank in range(2):
         (generation / f"rank-{rank:05d}.json").write_text(two.to_json())
         (generation / f"rank-{rank:05d}.json").chmod(0o600)

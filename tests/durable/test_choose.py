@@ -47,7 +47,8 @@ def test_nothing_is_chosen_from_an_empty_folder() -> None:
         (Seen(2, {0: (5,)}, True), "files of rank 1 are missing"),
         (Seen(2, {0: (1,)}, True), "files of rank 1 are missing"),
         (Seen(2, {0: (5,), 1: (3,)}, True), "records of different steps"),
-        (Seen(2, {0: (5,), 1: ()}, True, (1,)), "records of rank 1 are damaged"),
+        (Seen(2, {0: (5,), 1: ()}, True, (1,)), "records of rank 1 are damaged or missing"),
+        (Seen(2, {0: (), 1: ()}, True, (0, 1)), "records of rank 0, 1 are damaged or missing"),
     ],
 )
 def test_a_run_of_which_a_part_is_gone_is_refused(generation: Seen, problem: str) -> None:
