@@ -73,6 +73,8 @@ class UnitStore:
         self.buffers = UnitBuffers(self.units, pool, self.tracer, self._evict, alone=ranks.is_single)
         self.failure: OSError | ForcedInterrupt | RanksError | UsageError | None = None
         """Error of a failed transfer. Data did not arrive, so the engine must not continue from this state."""
+        self._held_back: set[int] = set()
+        """Units whose edits stay out of their tiers until `discard_edits`."""
         self._finds_edits = False
         """True during a backward in which hooks may edit parameters through `.data` (several ranks only)."""
         self._pipeline = pipeline
@@ -205,9 +207,9 @@ class UnitStore:
         if unit.residency is Residency.RESIDENT:
             return
         assert unit.transfer is not None
-        if unit.job is not None and unit.layout.dtype != torch.float32:
-            # Edited elements of 16-bit parameters are found by comparison with the tier, so the write of the update
-            # must end before the user can edit the buffer.
+        if unit.job is not None and (unit.layout.dtype != torch.float32 or unit.index in self._held_back):
+            # Edited elements of 16-bit parameters are found by comparison with the tier, and edits of others may have
+            # to stay out of it, so the write of the update must end before the user can edit the buffer.
             self._await_update(unit.job)
         lane = "gather" if unit.job is None or unit.job.done.done() else "update"
         unit.fetched, unit.transfer = unit.transfer, None
@@ -452,8 +454,21 @@ class UnitStore:
                         self._give(unit, self.buffers.lease(unit))
                     self.start_update(unit, unit.due_update)
 
+    def hold_back_edits(self, units: Sequence[Unit]) -> None:
+        """Keep edits of held units out of their tiers from now on, for `discard_edits`. Those of before are written."""
+        self.write_edits(units)
+        for unit in units:
+            if unit.job is not None:
+                with self._moving():
+                    self._await_update(unit.job)  # its write reads the buffer
+        self._held_back.update(unit.index for unit in units)
+
+    def release_edits(self, units: Iterable[Unit]) -> None:
+        """End `hold_back_edits`."""
+        self._held_back.difference_update(unit.index for unit in units)
+
     def discard_edits(self, units: Sequence[Unit]) -> list[Unit]:
-        """Fetch held units again that any rank has edited since `write_edits`, and return these. Collective.
+        """Fetch held units again that any rank has edited since `hold_back_edits`, and return these. Collective.
 
         Views of the units show the fetched values.
         """
@@ -475,12 +490,15 @@ class UnitStore:
         return discarded
 
     def write_edits(self, units: Iterable[Unit] | None = None) -> None:
-        """Write edits of `units`, by default of all, to their tiers. Units with a pending update are left out.
+        """Write edits of `units`, by default of all whose edits are not held back, to their tiers. Units with a pending
+        update are left out.
 
         Called where the states of a commit are read, and before edits that `discard_edits` takes back.
         """
+        if units is None:
+            units = [unit for unit in self.units if unit.index not in self._held_back]
         with self._moving():
-            for unit in self.units if units is None else units:
+            for unit in units:
                 if unit.due_update is not None or unit.residency is Residency.UPDATING:
                     continue
                 if unit.residency is Residency.RESIDENT and self._was_edited(unit):

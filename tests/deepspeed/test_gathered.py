@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,10 @@ from torch import nn
 
 import infinity.deepspeed as deepspeed
 from infinity.errors import UsageError
+from infinity.plan.placement import Extent
+from infinity.tiers.nvme import NvmeTier
+from infinity.tiers.transfer import Transfer
+from support.late_disk import LateTransfer
 from support.models import Stack, seeded, token_batches
 
 Opens = Callable[..., Any]
@@ -208,3 +213,38 @@ def test_a_block_is_entered_again(opens: Opens) -> None:
             with block:
                 weight.data.mul_(-1)
         assert (weight == -value).all()
+
+
+@pytest.mark.parametrize("trains_inside", [False, True])
+@pytest.mark.parametrize("update", ["after_backward", "next_forward"])
+def test_an_update_is_written_before_its_parameters_are_edited(
+    update: str, trains_inside: bool, opens: Opens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write of an fp32 update reads the buffer that a block edits, and the tier is what edits are discarded for."""
+    write_at_once = NvmeTier._write
+
+    def write(tier: NvmeTier, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
+        def later() -> None:
+            time.sleep(0.01)  # as a slow drive
+            write_at_once(tier, extent, memory, offset).wait()
+
+        return LateTransfer(later)
+
+    monkeypatch.setattr(NvmeTier, "_write", write)
+    config = {
+        "zero_optimization": offload("nvme", tmp_path),
+        "infinity": {"unit_size": 2000, "update": update, "cache_bytes": 0},
+    }
+    plain, edited = (opens(3, model=seeded(Stack), **config) for _ in range(2))
+    for batch in BATCHES[:2]:
+        steps(plain, [batch])
+        block = deepspeed.zero.GatheredParameters(list(edited.module.parameters()))
+        if not trains_inside:
+            steps(edited, [batch])
+        with pytest.warns(UserWarning, match="were discarded"), block:
+            if trains_inside:
+                steps(edited, [batch])
+            for parameter in edited.module.parameters():
+                add(parameter)
+    expected = plain.module_state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in edited.module_state_dict().items())

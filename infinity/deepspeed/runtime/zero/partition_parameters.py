@@ -135,8 +135,16 @@ class _Gathered(gather.GatheredParameters):
     def __enter__(self) -> gather.GatheredParameters:
         super().__enter__()
         for engine, units in self._read_only():
-            engine.parts.store.write_edits(units)
+            engine.parts.store.hold_back_edits(units)
         return self
+
+    def __exit__(self, *raised: object) -> None:
+        held_back = list(self._read_only())
+        try:
+            super().__exit__(*raised)
+        finally:
+            for engine, units in held_back:
+                engine.parts.store.release_edits(units)
 
     def _share_edits(self) -> None:
         super()._share_edits()
