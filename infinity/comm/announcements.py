@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
+
+from infinity.rules import MOMENT_NAMES
 
 _FLAGS = 62
 """Flags in an exchanged word, an int64."""
 
 
 class Operation(IntEnum):
-    """Collectives of a communicator."""
+    """Collectives of a communicator, and calls that all ranks begin together."""
 
     ALL_GATHER = 0
     REDUCE = 1
@@ -23,6 +26,12 @@ class Operation(IntEnum):
     BARRIER = 7
     GIVE_UP = 8
     COMPARE_BATCHES = 9
+    SAVE_CHECKPOINT = 10
+    LOAD_CHECKPOINT = 11
+    SAVE_WEIGHTS = 12
+    READ_STATE_DICT = 13
+    READ_STATE = 14
+    WRITE_STATE = 15
 
 
 _VERBS = {
@@ -36,10 +45,20 @@ _VERBS = {
     Operation.BARRIER: "waits for all",
     Operation.GIVE_UP: "gives up",
     Operation.COMPARE_BATCHES: "compares the first batches",
+    Operation.SAVE_CHECKPOINT: "saves a checkpoint",
+    Operation.LOAD_CHECKPOINT: "loads a checkpoint",
+    Operation.SAVE_WEIGHTS: "saves the model's weights",
+    Operation.READ_STATE_DICT: "reads the state dict",
+    Operation.READ_STATE: "reads",
+    Operation.WRITE_STATE: "sets",
 }
 
 
-_SYNCHRONOUS = frozenset(Operation) - {Operation.BROADCAST, Operation.GIVE_UP}
+CALLS = frozenset(operation for operation in Operation if operation >= Operation.SAVE_CHECKPOINT)
+"""Calls of the script, which exchange nothing."""
+_SYNCHRONOUS = frozenset(Operation) - CALLS - {Operation.BROADCAST, Operation.GIVE_UP}
+_STATES = ("master", "gradient", *dict.fromkeys(chain(*MOMENT_NAMES.values())))
+"""Names of a parameter's states, which an announcement counts."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +68,7 @@ class Announcement:
     operation: Operation
     unit: int | None = None
     length: int = 0
-    """Number of exchanged elements, for collectives without a unit."""
+    """Number of exchanged elements, for collectives without a unit; the number of a state in its unit (`of_state`)."""
 
     def words(self) -> list[int]:
         """Return the announcement as integers, for an all-gather."""
@@ -60,6 +79,11 @@ class Announcement:
         operation, unit, length = words
         return cls(Operation(operation), None if unit < 0 else unit, length)
 
+    @classmethod
+    def of_state(cls, operation: Operation, unit: int, slot: int, state: str) -> Announcement:
+        """Return the announcement of a call for a parameter's state, such as "exp_avg"."""
+        return cls(operation, unit, slot * len(_STATES) + _STATES.index(state))
+
     def is_synchronous(self, ranks: int) -> bool:
         """Return whether no rank can end this collective before all of `ranks` have begun it."""
         if self.operation is Operation.ALL_GATHER_STATE:  # a rank with an empty part sends nothing
@@ -68,7 +92,13 @@ class Announcement:
 
     def text(self, unit_names: Sequence[str]) -> str:
         """Return the text of an error, such as "gathers unit blocks.3"."""
-        return _VERBS[self.operation] + (f" unit {unit_names[self.unit]}" if self.unit is not None else "")
+        verb = _VERBS[self.operation]
+        if self.unit is None:
+            return verb
+        if self.operation in CALLS:
+            slot, state = divmod(self.length, len(_STATES))
+            return f"{verb} {_STATES[state]} of parameter {slot + 1} in unit {unit_names[self.unit]}"
+        return f"{verb} unit {unit_names[self.unit]}"
 
 
 WORDS = len(Announcement(Operation.BARRIER).words())

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.comm.agreement import by_value, failed_collective, failures
-from infinity.comm.announcements import WORDS, Announcement, Operation, pack_flags, unpack_flags
+from infinity.comm.announcements import CALLS, WORDS, Announcement, Operation, pack_flags, unpack_flags
 from infinity.comm.groups import store_of
 from infinity.comm.history import Agreed, History
 from infinity.comm.pairs import PairwiseCollectives
@@ -138,7 +138,7 @@ class Announcer:
         predicted = self._history.predicted
         self.waiting = wait
         try:
-            with self.ended_ranks_raise():
+            with self.ended_ranks_raise(announced):
                 try:
                     if not self._can_follow(wait, predicted):
                         self._exchange(wait)
@@ -178,9 +178,9 @@ class Announcer:
             self._pending.abort()
 
     @contextmanager
-    def ended_ranks_raise(self) -> Iterator[None]:
+    def ended_ranks_raise(self, announced: Announcement | None = None) -> Iterator[None]:
         """Convert an error in a collective to RanksError, for this and every later one: a rank that ended leaves the
-        others without its part.
+        others without its part. announced: the collective.
         """
         try:
             yield
@@ -189,8 +189,14 @@ class Announcer:
         except RuntimeError as error:
             if error.__traceback__ is not None:  # its frames refer to the group, whose connections are to close
                 traceback.clear_frames(error.__traceback__)
-            self.error = self.error or failed_collective(error, self._cause())
+            self.error = self.error or failed_collective(error, self._cause()) + self._call_of(announced)
             raise RanksError(self.error) from error
+
+    def _call_of(self, announced: Announcement | None) -> str:
+        """Return a sentence on a call of the script, which the rank that ended may not have made."""
+        if announced is None or announced.operation not in CALLS:
+            return ""
+        return f" This rank {announced.text(self.unit_names)}, a call that all ranks must make."
 
     def _agreed(self, wait: _Wait, predicted: Agreed | None) -> Agreed:
         """Return the record of a collective that all ranks issued."""
@@ -217,11 +223,13 @@ class Announcer:
 
     def _describe(self, announcements: list[Announcement]) -> str:
         parts = [f"{who} {announced.text(self.unit_names)}" for announced, who in by_value(announcements).items()]
+        said = f"the ranks issued different collectives: {'; '.join(parts)}."
+        if any(announced.operation in CALLS for announced in announcements):
+            return f"{said} All ranks must save, load, read and set states together: make that call on all ranks."
         return (
-            f"the ranks issued different collectives: {'; '.join(parts)}. All ranks must use the same units in the "
-            "same order, and save, load and read states together. Control flow must not depend on rank-local data: run "
-            "skipped blocks on empty inputs instead, or raise infinity.unit_size to the size of the block that holds "
-            "all experts, which makes them one unit."
+            f"{said} All ranks must use the same units in the same order, and save, load and read states together. "
+            "Control flow must not depend on rank-local data: run skipped blocks on empty inputs instead, or raise "
+            "infinity.unit_size to the size of the block that holds all experts, which makes them one unit."
         )
 
     # -- the watching thread ----------------------------------------------------------------------------------------

@@ -294,6 +294,12 @@ class Communicator:
         with self._device.recorder.wait("reduce", "collectives"):
             return self._thread.submit(self._agreed, announced, set(), work, *arguments).result()
 
+    def begin(self, call: Announcement) -> None:
+        """Wait until all ranks have begun the same call. Raises RanksError on all ranks if one does something else."""
+        if not self.is_single:
+            with self._device.recorder.wait("reduce", "collectives"):
+                self._thread.submit(self._agreed, call, set(), lambda: None).result()
+
     def shard(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a flat tensor: a view (numel / shards,)."""
         length = flat.numel() // self.shards

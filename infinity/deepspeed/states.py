@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.format import LATEST, names_of_buffers
+from infinity.comm.announcements import Operation
 from infinity.deepspeed.checks import FailedRanksCheck, WrongValue
 from infinity.deepspeed.engine_names import Reads, read
 from infinity.deepspeed.offload_names import OffloadDeviceEnum, OffloadStateTypeEnum
@@ -158,6 +159,7 @@ class SavingEngine(ReportingEngine):
 
     def _agreed(self, tag: str) -> str:
         """Return rank 0's tag. Raises RanksError on all ranks if tags differ under `Fail`."""
+        self._engine.begin_together(Operation.SAVE_CHECKPOINT)
         tags: list[str] = self._engine.ranks.gather(tag)
         if len(set(tags)) > 1 and self.checkpoint_tag_validation_enabled():
             shown = ", ".join(f"rank {rank} {name!r}" for rank, name in enumerate(tags))

@@ -41,8 +41,8 @@ class Manifest:
         return int(self.layout["ranks"])
 
     def to_json(self) -> str:
-        content = {"layout": self.layout, "command": list(self.command), "folder": self.folder, "runs": self.runs}
-        content |= {"has_commit": self.has_commit}
+        content: dict[str, Any] = {"layout": self.layout, "command": list(self.command), "folder": self.folder}
+        content |= {"runs": self.runs, "has_commit": self.has_commit}
         return json.dumps({"version": _VERSION, "crc32": _crc32(content), **content}, indent=1)
 
 

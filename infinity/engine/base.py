@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.format import aliases_of_buffers, persistent_buffers
+from infinity.comm.announcements import Announcement, Operation
 from infinity.comm.communicator import Communicator
 from infinity.engine.buffers import cast_buffers
 from infinity.engine.collected import end_collected
@@ -174,6 +175,11 @@ class BaseEngine(ABC):
         with self._failing():
             self.parts.store.release_all()
 
+    def begin_together(self, call: Operation) -> None:
+        """Wait until all ranks have begun `call`. Raises RanksError on all ranks if one does something else."""
+        self._check_open()
+        self.ranks.begin(Announcement(call))
+
     def load_with(self, load: Callable[[nn.Module], object]) -> None:
         """Call `load` with the model, whose parameters it may edit, also by `load_state_dict`. Collective.
 
@@ -189,6 +195,7 @@ class BaseEngine(ABC):
         Names are the keys of the model's `state_dict()`. Values are unsharded on every rank, in host memory, in the
         dtype that the model computes in. Tiles of a layer are yielded as one tensor.
         """
+        self.begin_together(Operation.READ_STATE_DICT)
         self.settle()
         pieces, assembly = Pieces(self.module), Assembly()
         found: dict[int, list[Piece]] = {}

@@ -12,6 +12,7 @@ from infinity.checkpoint.load import Loading
 from infinity.checkpoint.parts import Run
 from infinity.checkpoint.plain import from_plain, to_plain
 from infinity.checkpoint.save import save
+from infinity.comm.announcements import Operation
 from infinity.durable.record import Progress
 from infinity.durable.source import check_no_run, check_no_tag, open_saved
 from infinity.engine.base import BaseEngine
@@ -76,7 +77,7 @@ class CheckpointingEngine(BaseEngine):
         kernel instead of reading states from their tiers, unless states have changed since; see docs/durable.md.
         """
         self._check_between_steps("a checkpoint")
-        self._check_open()
+        self.begin_together(Operation.SAVE_CHECKPOINT)
         self._finish_saving()
         self.settle()
         check_no_run(self.ranks, directory)
@@ -149,7 +150,7 @@ class CheckpointingEngine(BaseEngine):
         Raises CheckpointError, before any change, if the checkpoint is missing, damaged or of another model.
         """
         self.updates.saver.join()
-        self._check_open()
+        self.begin_together(Operation.LOAD_CHECKPOINT)
         self._conclude_backward()
         self._settle()
         optimizer = load_optimizer_states and not load_module_only

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.format import view
+from infinity.comm.announcements import Announcement, Operation
 from infinity.engine.base import BaseEngine, open_engines
 from infinity.engine.room import make_room
 from infinity.engine.training import TrainingEngine
@@ -122,6 +123,7 @@ class GatheredParameters:
 def get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """Return the master, or a frozen parameter's value: fp32 in the parameter's shape, in host memory."""
     engine, unit, slot = _owner(param)
+    _begin(engine, unit, slot, "master")
     values = _read(engine, unit)[_param_kind(engine, unit), slot].float().clone()
     return engine.ranks.model.whole(param, values)
 
@@ -130,6 +132,7 @@ def set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the master to `value`, in the parameter's shape. A 16-bit parameter is set to `value` rounded."""
     engine, unit, slot = _owner(param)
     _check(value, param, unit, slot)
+    _begin(engine, unit, slot, "master", Operation.WRITE_STATE)
     states = _read(engine, unit)
     states[_param_kind(engine, unit), slot].copy_(engine.ranks.model.part(param, value))
     states.write()
@@ -142,6 +145,7 @@ def get_full_optimizer_state(param: nn.Parameter, name: str) -> torch.Tensor:
     """
     engine, unit, slot = _owner(param)
     _check_moment(engine, unit, name)
+    _begin(engine, unit, slot, name)
     return engine.ranks.model.whole(param, fp32_moment(name, _read(engine, unit).of_slot(slot)))
 
 
@@ -150,6 +154,7 @@ def set_full_optimizer_state(param: nn.Parameter, name: str, value: torch.Tensor
     engine, unit, slot = _owner(param)
     _check_moment(engine, unit, name)
     _check(value, param, unit, slot)
+    _begin(engine, unit, slot, name, Operation.WRITE_STATE)
     states = _read(engine, unit)
     rule, layout = engine.config.optimizer.rule, unit.layout
     key, first = rounding_key(engine.config.infinity.seed, unit.steps[slot]), layout.first + layout.slots[slot].offset
@@ -165,6 +170,7 @@ def get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     before clipping. Call it between the last `backward` of a step and `step`. Raises UsageError if the update has
     consumed it; set infinity.update to "next_forward" or "after_backward" then.
     """
+    _begin(*_owner(param), "gradient")
     owner = _with_grad(param)
     if owner is None:
         return None
@@ -181,19 +187,25 @@ def set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
     Raises UsageError if the parameter has no gradient in this step.
     """
-    _, unit, slot = _owner(param)
+    engine, unit, slot = _owner(param)
     _check(value, param, unit, slot)
+    _begin(engine, unit, slot, "gradient", Operation.WRITE_STATE)
     owner = _with_grad(param)
     if owner is None:
         name = unit.layout.slots[slot].name
         raise UsageError(f"{name} has no gradient in this step: call set_full_grad between backward and step")
-    engine = owner[0]
-    flat = engine.updates.gradients.read(unit)
+    trainer = owner[0]
+    flat = trainer.updates.gradients.read(unit)
     place = unit.layout.slots[slot]
-    factor = engine.parts.plan.grad_divisor * engine.loss_scale.value
-    local = engine.ranks.model.part(param, value)
+    factor = trainer.parts.plan.grad_divisor * trainer.loss_scale.value
+    local = trainer.ranks.model.part(param, value)
     flat[place.offset : place.stop].view(place.shape).copy_(local * factor)
-    engine.updates.gradients.write(unit, flat)
+    trainer.updates.gradients.write(unit, flat)
+
+
+def _begin(engine: BaseEngine, unit: Unit, slot: int, state: str, operation: Operation = Operation.READ_STATE) -> None:
+    """Wait until all ranks have begun this call for the same state."""
+    engine.ranks.begin(Announcement.of_state(operation, unit.index, slot, state))
 
 
 class _States:

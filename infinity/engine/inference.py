@@ -13,6 +13,7 @@ from infinity.checkpoint.background import Saver
 from infinity.checkpoint.load import load_parameters
 from infinity.checkpoint.parts import Run
 from infinity.checkpoint.save import save
+from infinity.comm.announcements import Operation
 from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
 from infinity.durable.source import check_no_run, open_saved
@@ -98,6 +99,7 @@ class InferenceEngine(BaseEngine):
         checksums. Returns the checkpoint's path and its client_state. Raises CheckpointError, before any change, if it
         is missing, damaged or of another model.
         """
+        self.begin_together(Operation.LOAD_CHECKPOINT)
         self.settle()
         with open_saved(self.ranks, directory, tag) as saved, self._failing():
             replacing = self._replacing(saved.path)
@@ -118,6 +120,7 @@ class InferenceEngine(BaseEngine):
         The arguments are those of a training engine, which loads such a checkpoint with `load_module_only=True`.
         exclude_frozen_parameters: leave out those that were frozen before the engine was constructed.
         """
+        self.begin_together(Operation.SAVE_CHECKPOINT)
         self.settle()
         check_no_run(self.ranks, directory)
         saver, run, state = Saver(), self._run_state(), client_state or {}

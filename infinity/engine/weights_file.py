@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from infinity.comm.announcements import Operation
 from infinity.engine.base import BaseEngine
 from infinity.errors import CheckpointError
 from infinity.nn.pieces import Pieces
@@ -27,6 +28,7 @@ def save_weights(engine: BaseEngine, folder: str | Path, name: str, exclude_froz
     pieces, named = Pieces(engine.module), engine.module.named_parameters(remove_duplicate=False)
     leaves_out = engine.left_out(exclude_frozen)
     excluded = {pieces.of(own_name(name), p).name for name, p in named if leaves_out(p)}
+    engine.begin_together(Operation.SAVE_WEIGHTS)
     weights = ((name, value) for name, value in engine.stream_state_dict() if name not in excluded)
     target, error = Path(folder) / name, None
     try:

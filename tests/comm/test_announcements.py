@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from infinity.comm.announcements import WORDS, Announcement, Operation, flag_words, pack_flags, unpack_flags
+from infinity.comm.announcements import CALLS, WORDS, Announcement, Operation, flag_words, pack_flags, unpack_flags
 
 
 @given(st.sampled_from(Operation), st.none() | st.integers(0, 2**40), st.integers(0, 2**60))
@@ -27,8 +27,16 @@ def test_every_operation_has_a_text() -> None:
     assert len(texts) == len(Operation) and all(text.endswith(" unit blocks.1") for text in texts)
 
 
+def test_a_call_names_the_state() -> None:
+    """All states of all slots have announcements of their own, also after the exchange."""
+    states = [(slot, name) for slot in range(3) for name in ("master", "gradient", "exp_avg", "sum")]
+    calls = [Announcement.of_state(Operation.READ_STATE, 1, slot, name) for slot, name in states]
+    assert len(set(calls)) == len(calls) and [Announcement.of(call.words()) for call in calls] == calls
+    assert calls[6].text(["head", "blocks.0"]) == "reads exp_avg of parameter 2 in unit blocks.0"
+
+
 def test_collectives_that_a_rank_may_leave_before_another_enters() -> None:
     """A broadcast ends at its source at once; no rank waits for an empty part."""
     loose = {operation for operation in Operation if not Announcement(operation, length=4).is_synchronous(4)}
-    assert loose == {Operation.BROADCAST, Operation.GIVE_UP}
+    assert loose == {Operation.BROADCAST, Operation.GIVE_UP, *CALLS}
     assert not Announcement(Operation.ALL_GATHER_STATE, length=3).is_synchronous(4)
