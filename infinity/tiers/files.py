@@ -322,7 +322,8 @@ def _check_whole(path: Path, nbytes: int) -> None:
         there = os.lstat(path).st_size
     except FileNotFoundError:
         raise StorageError(
-            f"{path} is missing. Put the file in its place, or name another run (infinity.run) and load a checkpoint."
+            f"{path} is missing. If it was lost, restore it from a copy, or name another run (infinity.run) and load a "
+            "checkpoint. Otherwise name the folders in nvme_path that the run was begun with, in the same order."
         ) from None
     if there < nbytes:
         raise StorageError(

@@ -89,5 +89,5 @@ def test_a_lost_file_is_named_with_its_folder(trained: tuple[Path, int], tmp_pat
     states.unlink()
     with owned(run) as held:
         assert condition(held, run, verify=True).faults == (f"rank 0: {states}: No such file or directory",)
-    with pytest.raises(StorageError, match=rf"{states} is missing\. Put the file in its place"):
+    with pytest.raises(StorageError, match=rf"{states} is missing\. If it was lost, restore it from a copy"):
         opened(folder)
