@@ -172,6 +172,7 @@ class BaseEngine(ABC):
         """
         self._check_open()
         self._hooks.check_replaced()
+        self.parts.store.check_held_back()
         with self._failing():
             self.parts.store.release_all()
 

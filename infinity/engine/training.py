@@ -642,6 +642,7 @@ class TrainingEngine(CheckpointingEngine):
         self._settle()
 
     def _settle(self) -> None:
+        self.parts.store.check_held_back()
         with self._failing():
             self.parts.store.settle()
             self._check_refused(

@@ -467,6 +467,16 @@ class UnitStore:
         """End `hold_back_edits`."""
         self._held_back.difference_update(unit.index for unit in units)
 
+    def check_held_back(self) -> None:
+        """Raise UsageError if a unit has edits that are held back: states that are read now would hold them."""
+        for unit in self.units:
+            if unit.index in self._held_back and unit.residency is Residency.RESIDENT and self._was_edited(unit):
+                raise UsageError(
+                    f"parameters of unit {unit.name} were edited in a block of GatheredParameters without "
+                    "modifier_rank, which discards the edits at its end. Save and read states after the block, or pass "
+                    "modifier_rank=0."
+                )
+
     def discard_edits(self, units: Sequence[Unit]) -> list[Unit]:
         """Fetch held units again that any rank has edited since `hold_back_edits`, and return these. Collective.
 

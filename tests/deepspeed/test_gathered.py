@@ -110,6 +110,23 @@ def test_what_else_changes_parameters_in_a_block_stays(opens: Opens) -> None:
     assert (gathered.module.head.weight == 3).all()
 
 
+def test_states_are_not_read_with_edits_that_are_discarded(opens: Opens, tmp_path: Path) -> None:
+    """Before an edit and after the block they are."""
+    engine = opens(3)
+    weight = engine.module.head.weight
+    before = weight.detach().clone()
+    with pytest.warns(UserWarning, match="were discarded"), deepspeed.zero.GatheredParameters(weight):
+        assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(weight), before)
+        weight.data.fill_(2)
+        with pytest.raises(UsageError, match="head were edited in a block of GatheredParameters without"):
+            engine.save_checkpoint(tmp_path)
+        with pytest.raises(UsageError, match="Save and read states after the block, or pass modifier_rank=0"):
+            deepspeed.utils.safe_get_full_fp32_param(weight)
+        assert (weight == 2).all()
+    assert torch.equal(deepspeed.utils.safe_get_full_fp32_param(weight), before)
+    assert engine.save_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("modifier", [0, None])
 def test_an_engine_may_be_destroyed_in_a_block(modifier: int | None, opens: Opens) -> None:
     """As by load_state_dict_from_zero_checkpoint, whose values stay."""
