@@ -124,8 +124,16 @@ def failures(failure: str, group: dist.ProcessGroup) -> str:
     return text and f"{text}. Fix the error and restart all ranks."
 
 
-def failed_collective(error: Exception, cause: str) -> str:
-    """Return the text for a collective that raised `error`. cause: which rank left and why, if that is known."""
+def failed_collective(error: Exception, cause: str, function: str = "") -> str:
+    """Return the text for a collective that raised `error`. cause: which rank left and why, if that is known.
+
+    function: the script's call that waits in the collective, which the other rank may not have made; empty if none.
+    """
+    if cause and function:
+        return (
+            f"{cause}, while this rank waits in {function}. Call {function} on all ranks; if that rank failed, fix its "
+            "error. Restart all ranks."
+        )
     if cause:
         return f"{cause}. Fix the error and restart all ranks."
     return (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import chain
 
+from infinity.plan.layout import UnitLayout
 from infinity.rules import MOMENT_NAMES
 
 _FLAGS = 62
@@ -26,12 +28,18 @@ class Operation(IntEnum):
     BARRIER = 7
     GIVE_UP = 8
     COMPARE_BATCHES = 9
-    SAVE_CHECKPOINT = 10
-    LOAD_CHECKPOINT = 11
-    SAVE_WEIGHTS = 12
-    READ_STATE_DICT = 13
-    READ_STATE = 14
-    WRITE_STATE = 15
+    EXCHANGE = 10
+    DISCARD_EDITS = 11
+    SAVE_CHECKPOINT = 12
+    LOAD_CHECKPOINT = 13
+    SAVE_WEIGHTS = 14
+    READ_STATE_DICT = 15
+    READ_OPTIMIZER = 16
+    LOAD_OPTIMIZER = 17
+    LOAD_PARAMETERS = 18
+    GATHER_PARAMETERS = 19
+    READ_STATE = 20
+    WRITE_STATE = 21
 
 
 _VERBS = {
@@ -39,26 +47,39 @@ _VERBS = {
     Operation.REDUCE: "reduces the gradient of",
     Operation.ALL_GATHER_STATE: "gathers a state",
     Operation.BROADCAST: "broadcasts",
-    Operation.SUM: "sums numbers",
+    Operation.SUM: "sums numbers of a step",
     Operation.READ_STATES: "reads states",
     Operation.REFRESH_VIEWS: "refreshes views",
     Operation.BARRIER: "waits for all",
     Operation.GIVE_UP: "gives up",
     Operation.COMPARE_BATCHES: "compares the first batches",
-    Operation.SAVE_CHECKPOINT: "saves a checkpoint",
-    Operation.LOAD_CHECKPOINT: "loads a checkpoint",
-    Operation.SAVE_WEIGHTS: "saves the model's weights",
-    Operation.READ_STATE_DICT: "reads the state dict",
-    Operation.READ_STATE: "reads",
-    Operation.WRITE_STATE: "sets",
+    Operation.EXCHANGE: "exchanges objects",
+    Operation.DISCARD_EDITS: "discards edits",
 }
 
+_FUNCTIONS = {
+    Operation.SAVE_CHECKPOINT: "save_checkpoint",
+    Operation.LOAD_CHECKPOINT: "load_checkpoint",
+    Operation.SAVE_WEIGHTS: "save_16bit_model",
+    Operation.READ_STATE_DICT: "state_dict",
+    Operation.READ_OPTIMIZER: "optimizer.state_dict",
+    Operation.LOAD_OPTIMIZER: "optimizer.load_state_dict",
+    Operation.LOAD_PARAMETERS: "load_with",
+    Operation.GATHER_PARAMETERS: "GatheredParameters",
+    Operation.READ_STATE: "get_full",
+    Operation.WRITE_STATE: "set_full",
+}
+"""Functions that the script called; those of states begin with these words."""
+_OF_STATE = {"master": "fp32_param", "gradient": "grad"}
+"""State → end of the functions that read and set it; others are the optimizer's."""
 
-CALLS = frozenset(operation for operation in Operation if operation >= Operation.SAVE_CHECKPOINT)
+CALLS = frozenset(_FUNCTIONS)
 """Calls of the script, which exchange nothing."""
 _SYNCHRONOUS = frozenset(Operation) - CALLS - {Operation.BROADCAST, Operation.GIVE_UP}
 _STATES = ("master", "gradient", *dict.fromkeys(chain(*MOMENT_NAMES.values())))
 """Names of a parameter's states, which an announcement counts."""
+_COUNT = 32
+"""Lowest bit of the number of units in the length of a call for several."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +89,9 @@ class Announcement:
     operation: Operation
     unit: int | None = None
     length: int = 0
-    """Number of exchanged elements, for collectives without a unit; the number of a state in its unit (`of_state`)."""
+    """Number of exchanged elements, for collectives without a unit; source of a unit's broadcast; number of a state in
+    its unit (`of_state`); number of units, and a digest (`of_units`).
+    """
 
     def words(self) -> list[int]:
         """Return the announcement as integers, for an all-gather."""
@@ -84,21 +107,54 @@ class Announcement:
         """Return the announcement of a call for a parameter's state, such as "exp_avg"."""
         return cls(operation, unit, slot * len(_STATES) + _STATES.index(state))
 
+    @classmethod
+    def of_units(cls, operation: Operation, units: Sequence[int], source: int | None = None) -> Announcement:
+        """Return the announcement of a call for one or more units. source: rank whose values it broadcasts, if any."""
+        digest = zlib.crc32(repr((source, *units)).encode())
+        return cls(operation, units[0], len(units) << _COUNT | digest)
+
     def is_synchronous(self, ranks: int) -> bool:
         """Return whether no rank can end this collective before all of `ranks` have begun it."""
         if self.operation is Operation.ALL_GATHER_STATE:  # a rank with an empty part sends nothing
             return self.length >= ranks
         return self.operation in _SYNCHRONOUS
 
-    def text(self, unit_names: Sequence[str]) -> str:
+    @property
+    def function(self) -> str:
+        """The function of the script that issues this, such as "save_checkpoint()"; empty if training issues it."""
+        if self.operation is Operation.DISCARD_EDITS or (
+            self.operation is Operation.BROADCAST and self.unit is not None
+        ):
+            return "GatheredParameters()"  # at its end
+        name = _FUNCTIONS.get(self.operation, "")
+        if self._names_state:
+            name = f"{name}_{_OF_STATE.get(self._state, 'optimizer_state')}"
+        return name and f"{name}()"
+
+    @property
+    def _names_state(self) -> bool:
+        return self.operation in (Operation.READ_STATE, Operation.WRITE_STATE)
+
+    @property
+    def _state(self) -> str:
+        return _STATES[self.length % len(_STATES)]
+
+    def text(self, units: Sequence[UnitLayout]) -> str:
         """Return the text of an error, such as "gathers unit blocks.3"."""
-        verb = _VERBS[self.operation]
+        verb = _VERBS.get(self.operation) or f"calls {self.function}"
         if self.unit is None:
             return verb
-        if self.operation in CALLS:
-            slot, state = divmod(self.length, len(_STATES))
-            return f"{verb} {_STATES[state]} of parameter {slot + 1} in unit {unit_names[self.unit]}"
-        return f"{verb} unit {unit_names[self.unit]}"
+        layout = units[self.unit]
+        unit = f"unit {layout.name}"
+        if self._names_state:
+            parameter = layout.slots[self.length // len(_STATES)].name
+            return f"{verb} for {parameter if self._state in _OF_STATE else f'{self._state} of {parameter}'} in {unit}"
+        if self.operation is Operation.GATHER_PARAMETERS:
+            others = (self.length >> _COUNT) - 1
+            return f"{verb} for {unit}" + (f" and {others} more" if others else "")
+        if self.operation is Operation.BROADCAST:
+            return f"{verb} rank {self.length}'s values of {unit}"
+        return f"{verb} {unit}"
 
 
 WORDS = len(Announcement(Operation.BARRIER).words())

@@ -23,11 +23,12 @@ import torch
 import torch.distributed as dist
 
 from infinity.comm.agreement import by_value, failed_collective, failures
-from infinity.comm.announcements import CALLS, WORDS, Announcement, Operation, pack_flags, unpack_flags
+from infinity.comm.announcements import WORDS, Announcement, Operation, pack_flags, unpack_flags
 from infinity.comm.groups import store_of
 from infinity.comm.history import Agreed, History
 from infinity.comm.pairs import PairwiseCollectives
 from infinity.errors import InfinityError, RanksError
+from infinity.plan.layout import UnitLayout
 
 _TICK = 0.02
 """Seconds between two looks of the thread at this rank's wait."""
@@ -98,7 +99,7 @@ class Announcer:
         """The error that prevents all further collectives; empty if there is none."""
         self.failure = ""
         """This rank's own error, if it gives up."""
-        self.unit_names: Sequence[str] = ()
+        self.units: Sequence[UnitLayout] = ()
         self.exchanges = 0
         """Number of exchanges of announcements."""
         self._history = History()
@@ -189,14 +190,8 @@ class Announcer:
         except RuntimeError as error:
             if error.__traceback__ is not None:  # its frames refer to the group, whose connections are to close
                 traceback.clear_frames(error.__traceback__)
-            self.error = self.error or failed_collective(error, self._cause()) + self._call_of(announced)
+            self.error = self.error or failed_collective(error, self._cause(), announced.function if announced else "")
             raise RanksError(self.error) from error
-
-    def _call_of(self, announced: Announcement | None) -> str:
-        """Return a sentence on a call of the script, which the rank that ended may not have made."""
-        if announced is None or announced.operation not in CALLS:
-            return ""
-        return f" This rank {announced.text(self.unit_names)}, a call that all ranks must make."
 
     def _agreed(self, wait: _Wait, predicted: Agreed | None) -> Agreed:
         """Return the record of a collective that all ranks issued."""
@@ -222,10 +217,11 @@ class Announcer:
         wait.said = said
 
     def _describe(self, announcements: list[Announcement]) -> str:
-        parts = [f"{who} {announced.text(self.unit_names)}" for announced, who in by_value(announcements).items()]
+        parts = [f"{who} {announced.text(self.units)}" for announced, who in by_value(announcements).items()]
         said = f"the ranks issued different collectives: {'; '.join(parts)}."
-        if any(announced.operation in CALLS for announced in announcements):
-            return f"{said} All ranks must save, load, read and set states together: make that call on all ranks."
+        functions = dict.fromkeys(filter(None, (announced.function for announced in announcements)))
+        if functions:
+            return f"{said} Call {' and '.join(functions)} on all ranks, with the same arguments and in the same order."
         return (
             f"{said} All ranks must use the same units in the same order, and save, load and read states together. "
             "Control flow must not depend on rank-local data: run skipped blocks on empty inputs instead, or raise "

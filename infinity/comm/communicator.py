@@ -165,7 +165,7 @@ class Communicator:
             self._pairs = PairwiseCollectives(self._host, self.rank, self.size, sums=largest_sum(units, self.size))
             self.nbytes = self._pairs.nbytes
         if not self.is_single:
-            self._announcer.unit_names = [layout.name for layout in units]
+            self._announcer.units = units
 
     def _straight(self, flat: torch.Tensor) -> bool:
         """Return whether `PairwiseCollectives` exchanges `flat` instead of the backend: host memory on gloo."""
@@ -288,9 +288,16 @@ class Communicator:
                 destroy_group(each)
             del self._host, self._pairs  # the last references, which keep connections open
 
-    def _together(self, operation: Operation, length: int, work: Callable[..., _Result], *arguments: Any) -> _Result:
-        """Return `work(*arguments)`, run on the thread of collectives, once all ranks issue it with the same length."""
-        announced = Announcement(operation, length=length)
+    def _together(
+        self,
+        operation: Operation,
+        length: int,
+        work: Callable[..., _Result],
+        *arguments: Any,
+        unit: int | None = None,
+    ) -> _Result:
+        """Return `work(*arguments)`, run on the thread of collectives, once all ranks issue it alike."""
+        announced = Announcement(operation, unit, length)
         with self._device.recorder.wait("reduce", "collectives"):
             return self._thread.submit(self._agreed, announced, set(), work, *arguments).result()
 
@@ -360,11 +367,12 @@ class Communicator:
         if there is not flat:
             flat.copy_(there)
 
-    def broadcast(self, flat: torch.Tensor, source: int = 0) -> None:
-        """Broadcast `flat`, on host or device, from rank `source`."""
+    def broadcast(self, flat: torch.Tensor, source: int = 0, unit: int | None = None) -> None:
+        """Broadcast `flat`, on host or device, from rank `source`. unit: the one whose values it holds, if any."""
         if not self.is_single:
             reached = self._device.compute_reached()
-            self._together(Operation.BROADCAST, flat.numel(), self._broadcast, flat, source, reached)
+            length = flat.numel() if unit is None else source
+            self._together(Operation.BROADCAST, length, self._broadcast, flat, source, reached, unit=unit)
 
     def _broadcast(self, flat: torch.Tensor, source: int, reached: Transfer) -> None:
         self._device.await_copy(reached)
@@ -374,12 +382,15 @@ class Communicator:
             flat.copy_(there)
         self._device.compute_reached().wait()
 
-    def union(self, members: set[int]) -> set[int]:
-        """Return the union of unit indices over ranks. Without shards, returns `members` without a collective."""
+    def union(self, members: set[int], operation: Operation = Operation.REFRESH_VIEWS) -> set[int]:
+        """Return the union of unit indices over ranks. Without shards, returns `members` without a collective.
+
+        operation: purpose of the exchange.
+        """
         if self.is_single or not self._sharded:
             return members
         flags = pack_flags(members, flag_words(len(self._units)))
-        said = self._together(Operation.REFRESH_VIEWS, len(flags), lambda: self._pairs.all_gather_ints(flags))
+        said = self._together(operation, len(flags), lambda: self._pairs.all_gather_ints(flags))
         return set().union(*map(unpack_flags, said))
 
     def sum(self, value: float) -> float:
@@ -409,7 +420,7 @@ class Communicator:
             _all_gather(parts, mine, group=self._host)
         return tuple(sum_in_order(column) for column in zip(*parts.view(self.size, -1).tolist(), strict=True))
 
-    def gather(self, mine: Any, operation: Operation = Operation.READ_STATES) -> list[Any]:
+    def gather(self, mine: Any, operation: Operation = Operation.EXCHANGE) -> list[Any]:
         """All-gather a small object over data- and model-parallel ranks; data-parallel ranks vary fastest.
 
         operation: purpose of the exchange.

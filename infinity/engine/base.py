@@ -186,6 +186,7 @@ class BaseEngine(ABC):
 
         All ranks must make the same edits. The fp32 masters of elements whose 16-bit value changes get that value.
         """
+        self.begin_together(Operation.LOAD_PARAMETERS)
         self.settle()
         with self._hooks.loading():
             load(self.module)

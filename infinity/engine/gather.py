@@ -104,9 +104,13 @@ class GatheredParameters:
                 continue  # closed in the block
             engine.parts.store.use(unit)  # an update in the block takes the parameters from their buffer
             adopt_assigned(unit, engine.parts.store.recorder)
-            engine.ranks.broadcast(unit.flat(), source=self._modifier)
+            engine.ranks.broadcast(unit.flat(), self._modifier, unit.index)
 
     def _hold(self, engine: BaseEngine, units: list[Unit]) -> None:
+        gathers = engine.ranks.shards > 1 and not self._gathered.issuperset(units)
+        if gathers or self._modifier is not None:  # otherwise the block exchanges nothing
+            indices = [unit.index for unit in units]
+            engine.ranks.begin(Announcement.of_units(Operation.GATHER_PARAMETERS, indices, self._modifier))
         self._room.append((engine, make_room(engine, units)))
         for unit in units:
             engine.parts.store.hold(unit)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.format import view
+from infinity.comm.announcements import Operation
 from infinity.engine.optimizer_state import SavedGroup, SavedState, check_state_dict, digest
 from infinity.engine.parts import EngineParts
 from infinity.errors import RanksError
@@ -32,12 +33,12 @@ class TierStates:
         self,
         parts: EngineParts,
         config: Config,
-        settle: Callable[[str], None],
+        settle: Callable[[str, Operation], None],
         changing: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """settle: writes all states to their tiers, or raises if a step is incomplete; its argument begins the error's
-        text. changing: context manager that stops the engine if a transfer in it fails, since only some states are
-        replaced then.
+        """settle: begins a call on all ranks and writes all states to their tiers, or raises if a step is incomplete;
+        its first argument begins the error's text. changing: context manager that stops the engine if a transfer in it
+        fails, since only some states are replaced then.
         """
         self._parts = parts
         self._settle = settle
@@ -49,7 +50,7 @@ class TierStates:
         """Return parameter → `step` and moments, fp32 in host memory, unsharded on every rank. Parameters without
         states are left out.
         """
-        self._settle("a state_dict of the optimizer")
+        self._settle("a state_dict of the optimizer", Operation.READ_OPTIMIZER)
         by_parameter: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for unit in self._trained():
             by_parameter.update(self._read(unit))
@@ -61,7 +62,7 @@ class TierStates:
 
         Raises errors on all ranks, before any change.
         """
-        self._settle("a state_dict of the optimizer")
+        self._settle("a state_dict of the optimizer", Operation.LOAD_OPTIMIZER)
         states, saved_groups = self._checked(groups, state_dict)
         with self._changing():
             for unit in self._trained():

@@ -663,9 +663,13 @@ class TrainingEngine(CheckpointingEngine):
         self.parts.store.end_step()
         self._step.end()
 
-    def settle_between_steps(self, what: str) -> None:
-        """Call `settle`. Raises UsageError between backward and step, since `what` does not include gradients."""
+    def settle_between_steps(self, what: str, call: Operation) -> None:
+        """Call `settle` once all ranks have begun `call`.
+
+        Raises UsageError between backward and step, since `what` does not include gradients.
+        """
         self._check_between_steps(what)
+        self.begin_together(call)
         self.settle()
 
     def _check_between_steps(self, what: str) -> None:

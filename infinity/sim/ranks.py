@@ -92,7 +92,14 @@ class SimulatedCommunicator(Communicator):
     ) -> _Result:
         return collective(*arguments)
 
-    def _together(self, operation: Operation, length: int, work: Callable[..., _Result], *arguments: Any) -> _Result:
+    def _together(
+        self,
+        operation: Operation,
+        length: int,
+        work: Callable[..., _Result],
+        *arguments: Any,
+        unit: int | None = None,
+    ) -> _Result:
         """Wait for the thread of collectives, whose small exchanges take no time."""
         self._thread.submit(lambda: None).result()
         if operation is Operation.BARRIER:
@@ -125,7 +132,7 @@ class SimulatedCommunicator(Communicator):
     def _complete(self, flat: torch.Tensor) -> None:
         self._exchange("gather", flat.nbytes)
 
-    def union(self, members: set[int]) -> set[int]:
+    def union(self, members: set[int], operation: Operation = Operation.REFRESH_VIEWS) -> set[int]:
         return members
 
     def _sum(self, values: tuple[float, ...]) -> tuple[float, ...]:

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import torch
 
+from infinity.comm.announcements import Operation
 from infinity.comm.communicator import Communicator
 from infinity.errors import RanksError, UsageError
 from infinity.interrupts import ForcedInterrupt, uninterrupted
@@ -487,7 +488,7 @@ class UnitStore:
             self.use(unit)  # an update in the meantime takes the parameters from their buffer
             if self._was_edited(unit):
                 edited.add(unit.index)
-        edited = self._ranks.union(edited)
+        edited = self._ranks.union(edited, Operation.DISCARD_EDITS)
         discarded = [unit for unit in units if unit.index in edited]
         with self._moving():
             for unit in discarded:

@@ -1,4 +1,7 @@
-"""Calls for states, weights and checkpoints. `call` runs in the processes of a `support.ranks.Group`."""
+"""Calls for states, weights and checkpoints, by name; "another" is one for another unit.
+
+`call` runs in the processes of a `support.ranks.Group`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import torch
 
 import infinity
+import infinity.deepspeed as deepspeed
 from infinity.engine.training import TrainingEngine
 from infinity.errors import RanksError
 from multirank.cases import SAMPLES
@@ -27,6 +31,20 @@ def second(engine: TrainingEngine) -> Any:
     return engine.module.blocks[1].up.weight
 
 
+def groups(engine: TrainingEngine) -> list[dict[str, Any]]:
+    return engine.optimizer.param_groups
+
+
+def block(
+    engine: TrainingEngine,
+    params: Callable[[TrainingEngine], Any],
+    modifier: int | None = None,
+    of: Any = infinity.GatheredParameters,
+) -> None:
+    with of(params(engine), modifier_rank=modifier):
+        pass
+
+
 CALLS: dict[str, Callable[[TrainingEngine, Path], Any]] = {
     "read": lambda engine, folder: infinity.get_full_fp32_param(first(engine)),
     "read another": lambda engine, folder: infinity.get_full_fp32_param(second(engine)),
@@ -36,6 +54,23 @@ CALLS: dict[str, Callable[[TrainingEngine, Path], Any]] = {
     "set a moment": lambda engine, folder: infinity.set_full_optimizer_state(
         first(engine), "exp_avg", torch.ones(first(engine).shape)
     ),
+    "set another": lambda engine, folder: infinity.set_full_fp32_param(
+        second(engine), torch.ones(second(engine).shape)
+    ),
+    "set a gradient": lambda engine, folder: infinity.set_full_grad(first(engine), torch.ones(first(engine).shape)),
+    "read a gradient": lambda engine, folder: infinity.get_full_grad(first(engine)),
+    "gather": lambda engine, folder: block(engine, first),
+    "gather another": lambda engine, folder: block(engine, second),
+    "gather all": lambda engine, folder: block(engine, lambda engine: engine.module.parameters()),
+    "edit": lambda engine, folder: block(engine, first, 0),
+    "edit another": lambda engine, folder: block(engine, second, 0),
+    "edit as rank 1": lambda engine, folder: block(engine, first, 1),
+    "discard": lambda engine, folder: block(engine, first, of=deepspeed.zero.GatheredParameters),
+    "optimizer": lambda engine, folder: engine.optimizer.state_dict(),
+    "load optimizer": lambda engine, folder: engine.optimizer.load_state_dict(
+        {"state": {}, "param_groups": [{**group, "params": [*range(len(group["params"]))]} for group in groups(engine)]}
+    ),
+    "load with": lambda engine, folder: engine.load_with(lambda model: None),
     "state dict": lambda engine, folder: engine.state_dict(),
     "save": lambda engine, folder: engine.save_checkpoint(folder / "saved"),
     "weights": lambda engine, folder: engine.save_16bit_model(folder),
@@ -45,12 +80,18 @@ CALLS: dict[str, Callable[[TrainingEngine, Path], Any]] = {
 }
 
 
-def call(rank: int, *, folder: str, calls: tuple[str, str]) -> dict[str, str]:
+def call(rank: int, *, folder: str, calls: tuple[str, str], stage: int = 3) -> dict[str, str]:
     """Train, and make this rank's call of the two. Returns what was raised by it."""
     place = Path(folder)
-    with open_engine(seeded(Stack), engine_config(folder=place, micro=SAMPLES, unit_size=2048, bf16=True)) as engine:
+    tiers = ("nvme" if stage == 3 else "none", "nvme")
+    config = engine_config(
+        *tiers, folder=place, micro=SAMPLES, unit_size=2048, bf16=True, stage=stage, update="after_backward"
+    )
+    with open_engine(seeded(Stack), config) as engine:
         train(engine, BATCHES[:2])
         engine.save_checkpoint(place / "before")
+        if "gradient" in calls[0]:
+            engine.backward(engine(*BATCHES[0]))
         try:
             CALLS[calls[rank]](engine, place)
         except RanksError as error:

@@ -34,17 +34,19 @@ from support.models import Stack, seeded, token_batches
 UNITS = ("one", "two", "six")
 
 
+def layouts_of(ranks: int) -> list[UnitLayout]:
+    return [
+        layout_unit(number, name, [Member("a", (64, 8), 0), Member("b", (64, 8), 0)], torch.float32, True, ranks)
+        for number, name in enumerate(UNITS)
+    ]
+
+
 class Round:
     """Issues the same collectives over and over, on units of two parameters."""
 
     def __init__(self, rank: int, ranks: Communicator) -> None:
         self.rank, self.ranks = rank, ranks
-        self.layouts: list[UnitLayout] = [
-            layout_unit(
-                number, name, [Member("a", (64, 8), 0), Member("b", (64, 8), 0)], torch.float32, True, ranks.size
-            )
-            for number, name in enumerate(UNITS)
-        ]
+        self.layouts = layouts_of(ranks.size)
         ranks.set_layouts(self.layouts)
         self.present = {0}
 
@@ -262,7 +264,7 @@ def on_device(rank: int, *, how: str) -> dict[str, Any]:
     words, device = duplicate_group(dist.group.WORLD, "gloo"), Executor()
     heartbeat = Heartbeat(words, rank, dist.get_world_size(), 1.0, disconnect)
     announcer = Announcer(words, rank, dist.get_world_size(), device, heartbeat.cause)
-    announcer.unit_names = UNITS
+    announcer.units = layouts_of(dist.get_world_size())
     for _ in range(4):
         for unit in (0, 1):
             announcer.run(Announcement(Operation.ALL_GATHER, unit), set(), 0, device.issue)

@@ -9,9 +9,9 @@ import pytest
 from multirank.call_cases import CALLS, call
 from support.ranks import Group
 
-ALIKE = [(name, name) for name in CALLS]
+ALIKE = [(name, name) for name in CALLS if "another" not in name]
 DIFFERENT = [
-    *((name, "train") for name in CALLS if name not in ("train", "nothing")),
+    *((name, "train") for name, _ in ALIKE if name not in ("train", "nothing") and "gradient" not in name),
     ("train", "save"),
     ("read", "read another"),
     ("read", "read a neighbour"),
@@ -21,6 +21,20 @@ DIFFERENT = [
     ("save", "read"),
     ("save", "weights"),
     ("save", "load"),
+    ("set", "set another"),
+    ("set a gradient", "read a gradient"),
+    ("read a gradient", "read"),
+    ("gather", "gather another"),
+    ("gather", "gather all"),
+    ("gather", "read"),
+    ("edit", "gather"),
+    ("edit", "edit another"),
+    ("edit", "edit as rank 1"),
+    ("discard", "edit"),
+    ("optimizer", "load optimizer"),
+    ("optimizer", "state dict"),
+    ("load with", "read a moment"),
+    ("load with", "save"),
 ]
 
 
@@ -34,18 +48,49 @@ def test_different_calls(pair: Group, calls: tuple[str, str], tmp_path: Path) ->
     one, other = pair.run(call, folder=str(tmp_path), calls=calls)
     assert one["raised"] == other["raised"]
     assert one["raised"].startswith("the ranks issued different collectives: rank 0 ") and "; rank 1 " in one["raised"]
-    assert "make that call on all ranks" in one["raised"]
+    assert " Call " in one["raised"] and "() on all ranks, with the same arguments" in one["raised"]
 
 
-@pytest.mark.parametrize("does", ["save", "read"])
-def test_a_call_that_another_rank_does_not_make_before_it_ends(pair: Group, does: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "calls",
+    [
+        ("read", "read another"),
+        ("set", "set another"),
+        ("edit", "gather"),
+        ("edit", "edit another"),
+        ("edit", "edit as rank 1"),
+        ("optimizer", "state dict"),
+        ("weights", "read"),
+    ],
+    ids="-".join,
+)
+def test_different_calls_where_states_are_not_sharded(pair: Group, calls: tuple[str, str], tmp_path: Path) -> None:
+    one, other = pair.run(call, folder=str(tmp_path), calls=calls, stage=2)
+    assert one["raised"] == other["raised"]
+    assert "() on all ranks, with the same arguments" in one["raised"]
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("save", "save_checkpoint()"),
+        ("weights", "save_16bit_model()"),
+        ("read", "get_full_fp32_param()"),
+        ("edit", "GatheredParameters()"),
+    ],
+)
+def test_a_call_that_another_rank_does_not_make_before_it_ends(
+    pair: Group, does: str, said: str, tmp_path: Path
+) -> None:
     alone, ended = pair.run(call, folder=str(tmp_path), calls=(does, "nothing"))
-    assert "closed its engine, or ended" in alone["raised"] and ended == {"raised": ""}
-    said = {"save": "saves a checkpoint", "read": "reads master of parameter 1 in unit blocks.0.up"}[does]
-    assert alone["raised"].endswith(f"This rank {said}, a call that all ranks must make.")
+    assert ended == {"raised": ""}
+    assert f"closed its engine, or ended, while this rank waits in {said}. Call {said} on all ranks" in alone["raised"]
 
 
 def test_a_call_of_one_rank_is_named(pair: Group, tmp_path: Path) -> None:
     texts = pair.run(call, folder=str(tmp_path), calls=("save", "read a moment"))
-    assert all("rank 0 saves a checkpoint; rank 1 reads exp_avg of parameter " in each["raised"] for each in texts)
-    assert all("in unit blocks.0" in each["raised"] for each in texts)
+    said = (
+        "rank 0 calls save_checkpoint(); rank 1 calls get_full_optimizer_state() for exp_avg of blocks.0.up.weight in "
+        "unit blocks.0.up. Call save_checkpoint() and get_full_optimizer_state() on all ranks"
+    )
+    assert all(said in each["raised"] for each in texts)

@@ -13,7 +13,7 @@ from support.ranks import Group
 WAYS = {
     "unit": "gathers unit six",
     "kind": "reduces the gradient of unit six",
-    "sums": "sums numbers",
+    "sums": "sums numbers of a step",
     "barrier": "waits for all",
     "broadcast": "broadcasts",
 }
@@ -25,10 +25,12 @@ WAYS = {
 def test_one_rank_departs(pair: Group, way: str, number: int, which: int) -> None:
     """All ranks raise the same error at once, which names the collective of each."""
     outcomes = pair.run(follow_cases.departing, timeout=20, number=number, ways={which: way})
-    issued = [{0: "gathers unit one", 3: "reduces the gradient of unit two", 5: "sums numbers"}[number]] * 2
+    issued = [{0: "gathers unit one", 3: "reduces the gradient of unit two", 5: "sums numbers of a step"}[number]] * 2
     issued[which] = WAYS[way]
     for outcome in outcomes:
-        said = f"rank 0 {issued[0]}; rank 1 {issued[1]}" if issued[0] != issued[1] else "ranks 0, 1 sums numbers"
+        said = (
+            f"rank 0 {issued[0]}; rank 1 {issued[1]}" if issued[0] != issued[1] else "ranks 0, 1 sums numbers of a step"
+        )
         if issued[0] == issued[1]:
             assert way == "sums", "of another length"
         assert outcome["raised"].startswith("the ranks issued different collectives: ")

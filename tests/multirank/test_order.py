@@ -138,5 +138,5 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_two(pair: Group, single: 
 def test_a_rank_that_looks_at_states_alone(pair: Group, stage: int, what: str, tmp_path: Path) -> None:
     """Sums of one rank are not confused with another collective of the other rank."""
     for said in pair.run(odd_cases.is_single, folder=str(tmp_path), stage=stage, what=what):
-        did = {"parameter": "reads master of", "save": "saves a checkpoint", "state_dict": "reads the state dict"}[what]
-        assert f"rank 0 {did}" in said and "make that call on all ranks" in said
+        did = {"parameter": "get_full_fp32_param()", "save": "save_checkpoint()", "state_dict": "state_dict()"}[what]
+        assert f"rank 0 calls {did}" in said and f"Call {did} on all ranks" in said
