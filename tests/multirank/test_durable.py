@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from infinity.durable.condition import condition, owned
 from infinity.tiers.open_tiers import states_of
 from multirank import durable_cases as cases
 from support.ranks import Group
@@ -68,6 +71,39 @@ def test_files_of_two_runs_of_the_same_steps_are_refused(pair: Group, tmp_path: 
         shutil.copy2(path, tmp_path / "run" / "0001" / path.name)
     texts = pair.run(cases.refused, folder=str(tmp_path), run="run")
     assert all("different jobs wrote the records of its ranks" in text for text in texts), texts
+
+
+LOST: dict[str, Callable[[Path], object]] = {
+    "removed": Path.unlink,
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:40]),
+    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+}
+
+
+@pytest.mark.parametrize("how", LOST)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_any_lost_records(pair: Group, tmp_path: Path, steps: int, how: str) -> None:
+    """The run is refused on all ranks if the last record of a rank is lost, and a check says the same."""
+    pair.run(cases.begun, folder=str(tmp_path), stop=steps, run="whole")
+    names = [f"rank-0000{rank}.record-{slot}" for rank in range(2) for slot in range(2)]
+    for lost in (each for size in range(1, 5) for each in itertools.combinations(names, size)):
+        run = Path(shutil.copytree(tmp_path / "whole", tmp_path / "run"))
+        for name in lost:
+            LOST[how](run / "0001" / name)
+        ranks = [str(rank) for rank in range(2) if f"rank-0000{rank}.record-{steps % 2}" in lost]
+        before = {path: path.read_bytes() for path in run.rglob("rank-*.*[!k]")}
+        with owned(run) as held:
+            found = condition(held, run, verify=False)
+        texts = pair.run(cases.refused, folder=str(tmp_path), run="run")
+        assert found.is_intact == (not ranks), lost
+        if ranks:
+            problem = f"the records of rank {', '.join(ranks)} are damaged or missing. Restore the files of all ranks"
+            assert all(problem in text and "To begin anew, remove the folder" in text for text in texts), (lost, texts)
+            assert before == {path: path.read_bytes() for path in run.rglob("rank-*.*[!k]")}
+            assert [each.partition(":")[0] for each in found.faults] == [f"rank {rank}" for rank in ranks], lost
+        else:
+            assert texts == ["", ""], lost
+        shutil.rmtree(run)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
