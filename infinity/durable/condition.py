@@ -59,16 +59,21 @@ def owned(run: Path) -> Iterator[Path]:
         fd = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise CheckpointError(f"{run} cannot be opened: {error.strerror}; pass the folder NVME_PATH/RUN") from error
+    held = Path(f"/proc/self/fd/{fd}")
     try:
-        held = Path(f"/proc/self/fd/{fd}")
         if not files.is_run(held):
             if any(held.glob("[0-9]*/rank-*")):
-                raise CheckpointError(f"{run} has files of a run, but no manifest (rank-*.json): restore it")
+                raise CheckpointError(
+                    f"{run} has files of a run, but no manifest (rank-*.json). If it was lost, restore it from a copy. "
+                    "Otherwise pass NVME_PATH/RUN in the first folder of nvme_path."
+                )
             raise CheckpointError(f"{run} is not the folder of a durable run: pass NVME_PATH/RUN (infinity.run)")
         _check_owner(os.fstat(fd), run)
         for path in (*held.glob("[0-9]*"), *held.glob("[0-9]*/rank-*.json")):
             _check_owner(os.lstat(path), run / path.relative_to(held))
         yield held
+    except CheckpointError as error:
+        raise CheckpointError(_named(error, held, run)) from error
     finally:
         os.close(fd)
 
@@ -84,12 +89,13 @@ def condition(held: Path, run: Path, *, verify: bool) -> Condition:
 
     Raises CheckpointError if no manifest can be read.
     """
-    generations = files.read_generations(held)
-    if not generations:
+    for lost in files.without_manifest([held]):
         raise CheckpointError(
-            f"all manifests in {run} are damaged: restore its files, or load a checkpoint in another run (infinity.run)"
+            f"all manifests in {run / lost.name} are missing or damaged: restore them from a copy, or load a "
+            "checkpoint in another run (infinity.run)"
         )
-    found = [(generation, number) for generation in generations if (number := _last_commit(generation))]
+    generations = files.read_generations(held)
+    found = [(each, number) for each in generations if (number := _last_commit(each)) or each.damaged]
     generation, number = found[-1] if found else (generations[-1], 0)
     manifest = generation.manifests[min(generation.manifests)]
     folder = files.generation_folder(held, generation.number)
@@ -104,7 +110,7 @@ def condition(held: Path, run: Path, *, verify: bool) -> Condition:
             own, record = generation.manifests[rank], records[rank]
             own_faults = [*_faults(held, run, own, generation.number, rank, number, record)]
             if verify and record is not None and not own_faults:
-                own_faults = [*_differences(held, own, generation.number, rank, record)]
+                own_faults = [*_differences(held, run, own, generation.number, rank, record)]
             faults += [f"rank {rank}: {fault}" for fault in own_faults]
         elif rank in generation.damaged:
             faults.append(f"rank {rank}: its records are damaged or missing")
@@ -161,19 +167,26 @@ def _faults(
             yield f"{name} has {status.st_size:,} bytes instead of {nbytes:,}"
 
 
-def _differences(held: Path, manifest: Manifest, generation: int, rank: int, record: Record) -> Iterator[str]:
-    """Read a rank's states, and yield how they differ from the record of their commit."""
+def _differences(
+    held: Path, run: Path, manifest: Manifest, generation: int, rank: int, record: Record
+) -> Iterator[str]:
+    """Read a rank's states, and yield how they differ from the record of their commit. run: name of `held`."""
     folders = [files.generation_folder(run, generation) for run in [held, *map(Path, manifest.runs[1:])]]
     try:
         wrong = states_of(folders, rank, manifest, record).wrong()
     except CheckpointError as error:
-        yield str(error)
+        yield _named(error, held, run)
         return
     if wrong:
         yield (
             f"the {wrong} are not those of commit {record.number}: the files were copied while the run trained, or "
             "altered since. Copy them again while no process trains the run, or load a checkpoint"
         )
+
+
+def _named(error: CheckpointError, held: Path, run: Path) -> str:
+    """Return the text of an error with the name of the folder `held`."""
+    return str(error).replace(f"{held}/", f"{run}/")
 
 
 def _file_sizes(manifest: Manifest) -> list[int]:

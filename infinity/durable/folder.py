@@ -96,8 +96,7 @@ def read_generations(run: Path) -> list[Generation]:
         damaged = tuple(
             rank
             for rank, numbers in commits.items()
-            if not numbers
-            and (read[rank].has_commit or all(record_file(folder, rank, slot).exists() for slot in (0, 1)))
+            if not numbers and (read[rank].has_commit or record_file(folder, rank, 0).exists())  # begun by commit 1
         )
         if read:
             found.append(Generation(int(folder.name), read, commits, damaged, jobs))
@@ -116,23 +115,33 @@ def last_commit(ranks: int, commits: Mapping[int, Iterable[int]]) -> int:
     return max(common, default=0)
 
 
-def check_empty(folders: Iterable[Path], rank: int) -> None:
-    """Raise StorageError if a folder of a new generation has files of this rank: its manifest is damaged, or the run
-    was begun with other folders.
+def without_manifest(runs: Sequence[Path]) -> list[Path]:
+    """Return the folders of generations that have files and no readable manifest. runs: the run's folder in each folder
+    of nvme_path; manifests are in the first.
     """
-    for folder in folders:
-        manifest = manifest_file(folder, rank)
-        if manifest.exists():
+    found = []
+    for folder in (folder for run in runs for folder in _generations(run)):
+        first = runs[0] / folder.name
+        is_readable = any(read_manifest(manifest_file(first, rank)) is not None for rank in ranks_in(first))
+        if not is_readable and any(path.suffix != PART for path in _listed(folder, "rank-*")):
+            found.append(folder)
+    return found
+
+
+def check_manifests(runs: Sequence[Path]) -> None:
+    """Raise StorageError if files of a run have no manifest: it was lost, or the run was begun with other folders."""
+    for folder in without_manifest(runs):
+        for rank in ranks_in(folder):
             raise StorageError(
-                f"{manifest} is damaged, and the states beside it cannot be read without it: put the whole file in its "
-                "place, or name another run (infinity.run) and load a checkpoint"
+                f"{manifest_file(folder, rank)} is damaged, and the states beside it cannot be read without it: "
+                "restore the file from a copy, or name another run (infinity.run) and load a checkpoint"
             )
-        if any(path.suffix != PART for path in _listed(folder, f"rank-{rank:05d}.*")):
-            raise StorageError(
-                f"{folder} has files of a run, but no manifest. If {manifest.name} was lost, put it back. "
-                "Otherwise name the folders in nvme_path that the run was begun with, in the same order, or another "
-                "run (infinity.run)."
-            )
+        lost = min(path.stem for path in _listed(folder, "rank-*") if path.suffix != PART)
+        raise StorageError(
+            f"{folder} has files of a run, but no manifest. If {lost}{MANIFEST} was lost, restore it from a copy. "
+            "Otherwise name the folders in nvme_path that the run was begun with, in the same order, or another run "
+            "(infinity.run)."
+        )
 
 
 def drop_records_after(folder: Path, rank: int, number: int) -> None:

@@ -202,6 +202,7 @@ def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
             files.make_private(runs[-1])
         lock = files.Lock(runs[0], rank)
         files.check_unheld(runs[0], size)
+        files.check_manifests(runs)  # before the exchange, after which a rank may make files
         manifest = manifest_of(plan, config, size)
         gathered = ranks.gather((seen_by(runs[0], rank, manifest), secrets.token_hex(8)))
         seen, job = [each for each, _ in gathered], gathered[0][1]
@@ -224,7 +225,6 @@ def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:
             confirm(files.record_file(folder, rank, source.number))  # the next updates write the slots of the previous
         else:
             generation = max(numbers, default=0) + 1
-            files.check_empty([files.generation_folder(run, generation) for run in runs], rank)
         for run in runs:
             files.make_private(files.generation_folder(run, generation))
         if record is None:

@@ -171,7 +171,7 @@ def no_folder(run: Path) -> None:
             marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away"),
         ),
         (no_manifest, "all manifests in"),
-        (lost_manifest, "has files of a run, but no manifest"),
+        (lost_manifest, "no manifest (rank-*.json). If it was lost, restore it from a copy. Otherwise pass NVME_PATH"),
         (no_run, "is not the folder of a durable run"),
         (no_folder, "No such file or directory"),
     ],

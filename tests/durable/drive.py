@@ -28,7 +28,7 @@ class Found:
     broken: tuple[int, ...]
     """Numbers of intact records whose states have other bytes."""
     is_damaged: bool
-    """True if both records are there and none is intact."""
+    """True if the file that the first commit begins once all ranks have it is there, and no record is intact."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -63,11 +63,10 @@ class Drive:
     def found(self, kept: tuple[Write, ...]) -> Found:
         """Return the commits that a start finds in these files."""
         files = self.left(kept)
-        records, present = [], 0
+        records = []
         for slot in (0, 1):
             path = record_file(self._folder, self._log.rank, slot)
             if path.name in files:
-                present += 1
                 path.write_bytes(files[path.name])
                 if (record := read_record(path)) is not None:
                     records.append(record)
@@ -75,7 +74,7 @@ class Drive:
         return Found(
             tuple((each.number, each.progress.global_steps) for each in good),
             tuple(each.number for each in records if each not in good),
-            present == 2 and not records,
+            record_file(self._folder, self._log.rank, 0).name in files and not records,
         )
 
 
