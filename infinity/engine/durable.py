@@ -57,6 +57,7 @@ class DurableSteps:
         self._extents = plan.io.durable.extents
         self._memory = {name: tier for name, tier in tiers.items() if isinstance(tier, SlabTier)}
         self._store = store
+        store.commit_steps()
         self._device = device
         self._commits = Commits(run, tier, self._memory, self._extents, SideChannel(ranks), device, refused)
         self._generations = [0] * len(store.units)

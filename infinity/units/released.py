@@ -267,6 +267,7 @@ def _whole(owners: Iterable[Owner]) -> Iterator[None]:
             undo.callback(store.scope.leave, store.scope.enter())
             store.hold(unit)
             undo.callback(store.unhold, unit)
+            store.await_committed_write(unit)
         yield
 
 

@@ -76,6 +76,7 @@ class UnitStore:
         """Error of a failed transfer. Data did not arrive, so the engine must not continue from this state."""
         self._held_back: set[int] = set()
         """Units whose edits stay out of their tiers until `discard_edits`."""
+        self._commits_steps = False
         self._finds_edits = False
         """True during a backward in which hooks may edit parameters through `.data` (several ranks only)."""
         self._pipeline = pipeline
@@ -454,6 +455,18 @@ class UnitStore:
                     if unit.residency is Residency.RELEASED:
                         self._give(unit, self.buffers.lease(unit))
                     self.start_update(unit, unit.due_update)
+
+    def commit_steps(self) -> None:
+        """Keep edits that the script makes after a step out of the step's commit from now on."""
+        self._commits_steps = True
+
+    def await_committed_write(self, unit: Unit) -> None:
+        """Wait until the update of a held unit is written, if a commit includes it: its write reads the buffer, which
+        code outside of a forward is about to use and may edit.
+        """
+        if self._commits_steps and unit.job is not None:
+            with self._moving():
+                self._await_update(unit.job)
 
     def hold_back_edits(self, units: Sequence[Unit]) -> None:
         """Keep edits of held units out of their tiers from now on, for `discard_edits`. Those of before are written."""
