@@ -9,6 +9,8 @@ import torch
 
 from infinity.comm.dtensor import set_local
 from infinity.errors import OutOfMemoryError
+from infinity.observe.log import logger
+from infinity.observe.units import show_bytes
 from infinity.plan.placement import State
 from infinity.tiers.available import available_memory
 from infinity.units import released
@@ -21,24 +23,37 @@ def restoring(parts: EngineParts, *, everything: bool) -> Callable[[], None]:
     """Read the parameters from their tiers, and return a function that assigns them. Call that after the engine has
     removed its hooks and buffers.
 
+    They are on the device if they fit there beside the engine's buffers, else in host memory, all of them.
+
     everything: include parameters on nvme or sharded over ranks, and raise OutOfMemoryError if they do not fit in host
     memory; the call is collective then. Otherwise restore nothing if parameters are on nvme, sharded or do not fit.
     """
     in_memory = "nvme" not in parts.plan.placement.tiers(State.PARAM) and parts.ranks.shards == 1
     if not (everything or in_memory):
         return lambda: None
-    needed, available = sum(unit.layout.nbytes for unit in parts.units), available_memory()
-    if needed > available:
+    needed, device = sum(unit.layout.nbytes for unit in parts.units), parts.device
+    there = device.torch_device.type != "cpu" and needed <= device.available_bytes()
+    if not there and needed > (available := available_memory()):
         if everything:
             hint = "save a checkpoint before closing the engine, and load it in parts"
             raise OutOfMemoryError("host memory, for the parameters of the closed engine", needed, available, hint)
         return lambda: None
-    device = parts.device.torch_device
     values: list[list[torch.Tensor]] = []
     for unit in parts.units:
         flat = parts.states.read_param(unit.layout)
-        values.append(
-            [flat[slot.offset : slot.stop].view(slot.shape).to(device, copy=True) for slot in unit.layout.slots]
+        slots = [flat[slot.offset : slot.stop].view(slot.shape) for slot in unit.layout.slots]
+        if there:
+            try:
+                values.append([slot.to(device.torch_device, copy=True) for slot in slots])
+                continue
+            except torch.OutOfMemoryError:  # beyond infinity.memory.device, or the memory is in fragments
+                there, values = False, [[value.cpu() for value in tensors] for tensors in values]
+        values.append([slot.clone() for slot in slots])
+    if not there and device.torch_device.type != "cpu":
+        logger.warning(
+            "the %s of parameters of the closed engine do not fit on %s beside its buffers: they are in host memory",
+            show_bytes(needed),
+            device.torch_device,
         )
 
     def restore() -> None:

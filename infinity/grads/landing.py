@@ -1,7 +1,9 @@
 """Brings a reduced gradient to the memory where it is updated or stored, and adds it to the stored one.
 
-With the update on the host, a gradient leaves the device in pieces: while one is added and summed, the next are copied.
-On memory tiers it is added in its extent; elsewhere in a buffer, which is written.
+A gradient that the host only stores leaves the device in one copy, and its squares are summed on the device: the
+threads of the host update other units meanwhile. One that is added or converted on the host leaves in pieces: while one
+is added and summed, the next are copied. On memory tiers it is added in its extent; elsewhere in a buffer, which is
+written.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ class Landing:
         """unit → gradient that its update reads from its extent."""
         self._writing: dict[int, Future[None]] = {}
         """unit → last write of its extent."""
+        self._sums_on_device = places.kernels.is_exact(places.device.torch_device.type)
+        """True if squares may be summed on the device: the norm has the same bits wherever gradients are."""
 
     def sums_each(self, unit: Unit) -> bool:
         """Return whether the squares of every stored gradient of a unit are summed, since that costs no pass of its
@@ -153,8 +157,9 @@ class Landing:
             else:
                 squares = self._receive(layout, stored, shard, _whole(shard), add=add)
         elif copied:
-            with self._leaving(sent, stored) as arriving:
-                squares = self._receive(layout, stored, stored, arriving)
+            copied_squares = self._leave(sent, stored)
+            sent.lease.release()
+            return Gradient(stored, None, copied_squares, DONE)
         else:
             with pool.lease(shard.nbytes) as host, self._leaving(sent, host.flat(shard.dtype)) as arriving:
                 squares = self._receive(layout, stored, host.flat(shard.dtype), arriving, add=add)
@@ -167,6 +172,11 @@ class Landing:
             self._places.device.await_copy(sent.reduced)
             arrived = self._pieces_of(sent.unit, shard.itemsize) if add else _whole(shard)
             squares, lease = self._combine(sent, shard, arrived, add=add)
+        elif not add and self._places.dtypes_of(sent.unit).stored == shard.dtype:
+            with pool.lease(shard.nbytes) as host:
+                copied_squares = self._leave(sent, host.flat(shard.dtype))
+                sent.move(host.detach(), host.flat(shard.dtype))
+            return Gradient(sent.flat, sent.lease, copied_squares, DONE)
         else:
             with pool.lease(shard.nbytes) as host:
                 with self._leaving(sent, host.flat(shard.dtype)) as arriving:
@@ -203,6 +213,21 @@ class Landing:
             return self._receive(unit.layout, shard, stored, arrived, add=True)
 
     # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _leave(self, sent: Sent, host: torch.Tensor) -> Squares:
+        """Copy the shard to `host`, of its dtype, and wait for the copy. Returns its sum of squares."""
+        unit, device = sent.unit, self._places.device
+        if not self._sums_on_device:
+            with self._leaving(sent, host) as arriving:
+                squares = self._receive(unit.layout, host, host, arriving)
+            return lambda: squares
+        copy = device.copy(host.view(torch.uint8), sent.flat.view(torch.uint8), after=sent.reduced)
+        try:
+            device.await_copy(sent.reduced)
+            return self._device_squares(unit).start(sent.flat)
+        finally:  # the shard's buffer is used again
+            copy.wait()
+            device.compute_reached().wait()
 
     @contextlib.contextmanager
     def _leaving(self, sent: Sent, host: torch.Tensor) -> Iterator[Iterator[Piece]]:

@@ -56,6 +56,7 @@ def load() -> None:
         return
     library = ctypes.CDLL(str(compiled()))
     library.late_set_seed.argtypes = [ctypes.c_uint64]
+    library.late_set_limit.argtypes = [ctypes.c_int, ctypes.c_uint64]
     library.late_pending.restype = ctypes.c_int64
     library.late_at_once.restype = ctypes.c_char_p
     library.late_pin.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
@@ -115,6 +116,11 @@ def _loaded() -> ctypes.CDLL:
 def set_seed(seed: int) -> None:
     """Seed the order in which queued work runs."""
     _loaded().late_set_seed(seed)
+
+
+def set_limit(index: int, nbytes: int | None) -> None:
+    """Let torch allocate at most `nbytes` on a device, beyond which it raises OutOfMemoryError; None: any number."""
+    _loaded().late_set_limit(index, (1 << 64) - 1 if nbytes is None else nbytes)
 
 
 def set_mode(mode: str) -> None:

@@ -229,6 +229,9 @@ void late_register() {
 
 void late_set_seed(uint64_t seed) { late::Scheduler::instance().set_seed(seed); }
 void late_set_mode(int mode) { late::Scheduler::instance().set_mode(static_cast<late::Mode>(mode)); }
+void late_set_limit(int device, uint64_t nbytes) {
+    late::DeviceMemory::instance().set_limit(static_cast<c10::DeviceIndex>(device), nbytes);
+}
 int64_t late_pending() { return late::Scheduler::instance().pending(); }
 void late_counters(late::Counters* counters) { *counters = late::Scheduler::instance().counted(); }
 

@@ -4,6 +4,7 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 
+#include <limits>
 #include <map>
 #include <mutex>
 #include <set>
@@ -39,6 +40,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     }
 
     c10::DataPtr allocate(size_t nbytes) override {
+        check_limit(current_device, nbytes);
         auto* block = new Block{nullptr, nbytes, current_stream(current_device), {}};
         if (nbytes > 0 && Scheduler::instance().clock.on) {
             block->memory = reserve_bytes(nbytes);
@@ -83,13 +85,20 @@ class DeviceMemory final : public c10::DeviceAllocator {
         allocated_.at(device).reset_peak();
     }
 
+    // As torch.cuda.set_per_process_memory_fraction.
+    void set_limit(c10::DeviceIndex device, size_t nbytes) {
+        const std::lock_guard lock(mutex_);
+        limits_.at(static_cast<size_t>(device)) = nbytes;
+    }
+
     std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
         const std::lock_guard lock(mutex_);
         return {capacity - static_cast<size_t>(allocated_.at(device).current), capacity};
     }
 
-  private:
     static constexpr size_t capacity = size_t{4} << 30;
+
+  private:
 
     struct Block {
         void* memory;
@@ -117,6 +126,14 @@ class DeviceMemory final : public c10::DeviceAllocator {
         scheduler.enqueue(block->stream, Kind::free, free, std::move(after));
     }
 
+    void check_limit(int device, size_t nbytes) {
+        const std::lock_guard lock(mutex_);
+        const auto used = static_cast<size_t>(allocated_.at(static_cast<size_t>(device)).current);
+        const size_t limit = limits_.at(static_cast<size_t>(device));
+        TORCH_CHECK_WITH(OutOfMemoryError, nbytes <= limit && used <= limit - nbytes, "late: out of memory: ", nbytes,
+                         " bytes beside ", used, " of ", limit);
+    }
+
     void count(int device, int64_t nbytes) {
         const std::lock_guard lock(mutex_);
         auto& stat = allocated_.at(static_cast<size_t>(device));
@@ -129,6 +146,11 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
     std::mutex mutex_;
     std::array<c10::CachingAllocator::Stat, devices> allocated_{};
+    std::array<size_t, devices> limits_ = [] {
+        std::array<size_t, devices> unlimited{};
+        unlimited.fill(std::numeric_limits<size_t>::max());  // simulated models are larger than `capacity`
+        return unlimited;
+    }();
 };
 
 // Host memory that counts as pinned: of torch's pinned tensors, and registered by tests.

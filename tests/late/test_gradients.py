@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from infinity.grads.squares import DeviceSquares
 from infinity.plan.layout import Part
 from infinity.update.kernels import NATIVE, squared_norm
 from late.device import LateAccelerator
+from late.exact import EXACT, squares_into
 from late.test_engine import on_device, reference, train
 from support.configs import engine_config
 from support.loops import Result, assert_close, assert_same, trained
@@ -33,6 +36,34 @@ def test_accumulates_as_on_the_cpu(order: None, param: str, optim: str, options:
         assert_close(result, expected, loss=1e-3, parameters=1e-3)
     else:
         assert_close(result, expected)
+
+
+@pytest.mark.parametrize("count", [1, 31, 4096, 4097, 20_300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_squares_on_the_device_have_the_bits_of_the_host(lazy: None, dtype: torch.dtype, count: int) -> None:
+    values = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
+    out = torch.empty((), dtype=torch.float64, device=LateAccelerator().torch_device)
+    squares_into(out, values.to(out.device))
+    assert out.item() == NATIVE.sum_of_squares(values)
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "clipped": {"clip": 0.5},
+    "early": {"bf16": True, "update": "during_backward"},
+    "accumulated": {"bf16": True, "clip": 0.5, "accumulation": 3},
+    "fp16": {"fp16": {"initial_scale_power": 8}},
+}
+
+
+@pytest.mark.parametrize("param, optim", [("cpu", "cpu"), ("none", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")])
+@pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
+def test_squares_that_the_device_sums_change_no_bit(
+    order: None, monkeypatch: pytest.MonkeyPatch, param: str, optim: str, options: dict[str, Any]
+) -> None:
+    """A gradient leaves the device in one copy then. Its norm clips, or is checked in fp16."""
+    expected = train(param, optim, **options)
+    monkeypatch.setattr("infinity.engine.platform.Machine.kernels", EXACT)
+    assert_same(train(param, optim, **options), expected)
 
 
 def test_a_norm_on_the_device_is_read_when_it_is_asked_for(lazy: None) -> None:
