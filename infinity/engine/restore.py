@@ -32,8 +32,8 @@ def restoring(parts: EngineParts, *, everything: bool) -> Callable[[], None]:
     if not (everything or in_memory):
         return lambda: None
     needed, device = sum(unit.layout.nbytes for unit in parts.units), parts.device
-    there = device.torch_device.type != "cpu" and needed <= device.available_bytes()
-    if not there and needed > (available := available_memory()):
+    on_host = device.host_addressable or needed > device.available_bytes()
+    if on_host and needed > (available := available_memory()):
         if everything:
             hint = "save a checkpoint before closing the engine, and load it in parts"
             raise OutOfMemoryError("host memory, for the parameters of the closed engine", needed, available, hint)
@@ -42,14 +42,14 @@ def restoring(parts: EngineParts, *, everything: bool) -> Callable[[], None]:
     for unit in parts.units:
         flat = parts.states.read_param(unit.layout)
         slots = [flat[slot.offset : slot.stop].view(slot.shape) for slot in unit.layout.slots]
-        if there:
+        if not on_host:
             try:
                 values.append([slot.to(device.torch_device, copy=True) for slot in slots])
                 continue
             except torch.OutOfMemoryError:  # beyond infinity.memory.device, or the memory is in fragments
-                there, values = False, [[value.cpu() for value in tensors] for tensors in values]
-        values.append([slot.clone() for slot in slots])
-    if not there and device.torch_device.type != "cpu":
+                on_host, values = True, [[value.to(device.host) for value in tensors] for tensors in values]
+        values.append([slot.to(device.host, copy=True) for slot in slots])
+    if on_host and not device.host_addressable:
         logger.warning(
             "the %s of parameters of the closed engine do not fit on %s beside its buffers: they are in host memory",
             show_bytes(needed),

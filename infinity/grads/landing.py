@@ -24,9 +24,12 @@ from infinity.plan.layout import UnitLayout
 from infinity.plan.pools import PIECE_BYTES
 from infinity.sums import sum_in_order
 from infinity.tiers.pool import Lease
-from infinity.tiers.transfer import DONE, Transfer
+from infinity.tiers.transfer import DONE, Together, Transfer
 from infinity.units.unit import Unit
 from infinity.update.job import Gradient
+
+_COPY_BYTES = 32 << 20
+"""Bytes of a copy from the device: results of other streams reach the host between two copies."""
 
 
 class Landing:
@@ -221,12 +224,15 @@ class Landing:
             with self._leaving(sent, host) as arriving:
                 squares = self._receive(unit.layout, host, host, arriving)
             return lambda: squares
-        copy = device.copy(host.view(torch.uint8), sent.flat.view(torch.uint8), after=sent.reduced)
+        shard, memory = sent.flat.view(torch.uint8), host.view(torch.uint8)
+        copies: list[Transfer] = []
         try:
+            for there, here in zip(shard.split(_COPY_BYTES), memory.split(_COPY_BYTES), strict=True):
+                copies.append(device.copy(here, there, after=sent.reduced))
             device.await_copy(sent.reduced)
             return self._device_squares(unit).start(sent.flat)
         finally:  # the shard's buffer is used again
-            copy.wait()
+            Together(*copies).wait()
             device.compute_reached().wait()
 
     @contextlib.contextmanager

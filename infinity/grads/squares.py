@@ -28,6 +28,7 @@ class DeviceSquares:
         self._device = device
         self._kernels = kernels
         self._parts = [part for part in parts if part.in_norm]
+        self._ranges = [(part.start, part.stop) for part in self._parts]
         self._host = device.host_buffer(len(self._parts) * torch.float64.itemsize)
         self._latest: _Copied | None = None
 
@@ -35,10 +36,9 @@ class DeviceSquares:
         """Start to sum a gradient after the compute issued so far by this thread."""
         self.close()  # reads an earlier gradient's sums, before they are overwritten
         sums = torch.empty(len(self._parts), dtype=torch.float64, device=shard.device)
-        for number, part in enumerate(self._parts):
-            self._kernels.squares_into(sums[number], shard[part.start : part.stop])
+        self._kernels.squares_into(sums, shard, self._ranges)
         summed = self._device.compute_reached()
-        copy = self._device.copy(self._host, sums.view(torch.uint8))
+        copy = self._device.copy_result(self._host, sums.view(torch.uint8))
         self._latest = _Copied(summed, copy, sums, self._host, self._parts, self._device)
         return self._latest
 

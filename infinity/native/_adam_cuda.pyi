@@ -82,6 +82,22 @@ def sum_of_squares(
     `initial`; may be `out`.
     """
 
+def sums_of_squares(
+    address: int,
+    n: int,
+    dtype: DType,
+    ranges: Sequence[tuple[int, int]],
+    *,
+    out: int,
+    tiles: int,
+    device: int,
+    stream: int,
+) -> None:
+    """Write the sum of x^2 of each range [start, stop) of n elements to the doubles at `out`, as `sum_of_squares`.
+
+    tiles: address of scratch memory, ceil((stop - start) / SUM_TILE) doubles for each range.
+    """
+
 def fingerprint(address: int, nbytes: int, *, out: int, device: int, stream: int) -> None:
     """Add the 64-bit hash of the bytes to the integer of 8 bytes at `out`, modulo 2^64; see `_adam.fingerprint`."""
 

@@ -19,7 +19,7 @@ from infinity.native.cuda import available, why_not
 from infinity.optim.native_args import DTYPES, address_of, update_arguments
 from infinity.rules import Hyper
 
-__all__ = ["available", "join_master", "split_master", "sum_of_squares", "update_flat", "why_not"]
+__all__ = ["available", "join_master", "split_master", "sum_of_squares", "sums_of_squares", "update_flat", "why_not"]
 
 
 def update_flat(
@@ -69,6 +69,21 @@ def sum_of_squares(
     results = {"out": address_of("out", out, 1, torch.float64, device=device), "tiles": tiles.data_ptr()}
     native.sum_of_squares(address, n, DTYPES[tensor.dtype], **results, scale=scale, **start, **_where(device))
     return out
+
+
+def sums_of_squares(tensor: Tensor, ranges: Sequence[tuple[int, int]], out: Tensor) -> None:
+    """Write the sum of squares of each range [start, stop) of a 1-D tensor to `out`, fp64 (ranges,) on its device.
+
+    Each has the bits of `sum_of_squares`. One call takes less of the host's time than one for each range.
+    """
+    n, device = tensor.numel(), _device("tensor", tensor)
+    import infinity.native._adam_cuda as native
+
+    address = address_of("tensor", tensor, n, *DTYPES, device=device)
+    tiles = sum(-(-(stop - start) // native.SUM_TILE) for start, stop in ranges)
+    scratch = torch.empty(tiles, dtype=torch.float64, device=device)
+    results = {"out": address_of("out", out, len(ranges), torch.float64, device=device), "tiles": scratch.data_ptr()}
+    native.sums_of_squares(address, n, DTYPES[tensor.dtype], ranges, **results, **_where(device))
 
 
 def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:

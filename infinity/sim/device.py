@@ -77,7 +77,7 @@ class Times(Protocol):
 class SimulatedDevice(Device):
     """Base of both kinds. Memory of host and device differs by the buffer that allocated it."""
 
-    torch_device = META
+    torch_device = host = META
     modes = 1  # `infinity.sim.compute.Compute`
 
     times: Times | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ def simulated_kernels(device: SimulatedDevice) -> Kernels:
         work("reduce", values.nbytes, values, cpu_adam.sum_of_squares, values)
         return initial + 1.0
 
-    def squares_into(out: torch.Tensor, values: torch.Tensor) -> None:
+    def squares_into(out: torch.Tensor, values: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
         work("reduce", values.nbytes, values, cpu_adam.sum_of_squares, values)
 
     def check_on_device(device_type: str, rule: Rule, moments: MomentFormat) -> None:

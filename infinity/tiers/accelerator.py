@@ -81,6 +81,8 @@ class AcceleratorDevice(Device):
         torch.accelerator.set_device_index(device)
         self._to_device = torch.Stream(device)
         self._from_device = torch.Stream(device)
+        self._results = torch.Stream(device)
+        """Of `copy_result`: a result would wait for gradients on the stream of other copies."""
         self._helper = threading.local()
         self._model_stream: torch.Stream | None = None
         """The stream on which a model's thread computed last."""
@@ -109,7 +111,7 @@ class AcceleratorDevice(Device):
         self._current_stream()
 
     def finish(self) -> None:
-        for stream in (self._to_device, self._from_device):
+        for stream in (self._to_device, self._from_device, self._results):
             StreamTransfer(stream).wait()
 
     def _current_stream(self) -> torch.Stream:
@@ -141,7 +143,17 @@ class AcceleratorDevice(Device):
             return DONE
         stream = self._from_device if destination.is_cpu else self._to_device
         # Compute that is queued may still use the buffers.
-        _follow(stream, StreamTransfer(self._current_stream()) if after is None else after)
+        return self._copy_on(
+            stream, destination, source, StreamTransfer(self._current_stream()) if after is None else after
+        )
+
+    def copy_result(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
+        return self._copy_on(self._results, destination, source, StreamTransfer(self._current_stream()))
+
+    def _copy_on(
+        self, stream: torch.Stream, destination: torch.Tensor, source: torch.Tensor, after: Transfer
+    ) -> Transfer:
+        _follow(stream, after)
         lane = "device_to_host" if destination.is_cpu else "host_to_device" if source.is_cpu else ""
         with _current(stream), self.recorder.copy(lane, destination.nbytes, partial(self._clock.stamp, stream)):
             destination.copy_(source, non_blocking=True)

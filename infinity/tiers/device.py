@@ -32,6 +32,8 @@ class Device(ABC):
     """Device that the model computes on."""
 
     torch_device: torch.device
+    host = torch.device("cpu")
+    """Device of torch whose tensors are in host memory."""
     host_addressable: bool
     """True if the host's I/O and optimizer kernels can work in the device's buffers directly."""
 
@@ -76,6 +78,10 @@ class Device(ABC):
         Starts after the compute issued so far by this thread, or after `after` if another thread issued the compute
         that last used the buffers.
         """
+
+    def copy_result(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
+        """Copy some bytes, which this thread computes, to the host. Does not wait for larger copies."""
+        return self.copy(destination, source)
 
     def copy_parameters(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
         """Copy parameters from a tier, uint8 (n,), n a multiple of 8. Within host memory, returns `Fingerprinted`."""

@@ -58,4 +58,4 @@ class EditChecks:
             return EditCheck(self._device, flag, flag, DONE, DONE)
         result = same.reshape(1).view(torch.uint8)
         computed = self._device.compute_reached()
-        return EditCheck(self._device, result, flag, computed, self._device.copy(flag, result))
+        return EditCheck(self._device, result, flag, computed, self._device.copy_result(flag, result))

@@ -175,23 +175,27 @@ def receive(
     return sum_of_squares(target, initial=initial, threads=threads)
 
 
-def squares_into(out: torch.Tensor, values: torch.Tensor) -> None:
-    """Write the sum of squares of `values` to `out`, fp64 () on the same device. The host does not wait."""
+def squares_into(out: torch.Tensor, values: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+    """Write the sum of squares of each range [start, stop) of `values` (n,) to `out`, fp64 (ranges,) on its device.
+
+    The host does not wait.
+    """
     if values.is_cpu:
-        out.fill_(sum_of_squares(values))
+        out.copy_(torch.tensor([sum_of_squares(values[start:stop]) for start, stop in ranges], dtype=torch.float64))
     elif _has_kernels(values.device.type):
-        cuda_adam.sum_of_squares(values, out=out)
+        cuda_adam.sums_of_squares(values, ranges, out)
     else:
         out.zero_()
-        for part in values.split(_NORM_TILE):  # so that the fp64 copy stays small
-            out += part.to(torch.float64).square().sum()
+        for number, (start, stop) in enumerate(ranges):
+            for part in values[start:stop].split(_NORM_TILE):  # so that the fp64 copy stays small
+                out[number] += part.to(torch.float64).square().sum()
 
 
 def _squares(values: torch.Tensor, threads: int) -> float:
     if values.is_cpu:
         return sum_of_squares(values, threads=threads)
-    out = torch.empty((), dtype=torch.float64, device=values.device)
-    squares_into(out, values)
+    out = torch.empty(1, dtype=torch.float64, device=values.device)
+    squares_into(out, values, [(0, values.numel())])
     return out.item()
 
 
@@ -202,7 +206,7 @@ class Kernels:
     update_run: Callable[..., None]
     receive: Callable[..., float]
     sum_of_squares: Callable[..., float]
-    squares_into: Callable[[torch.Tensor, torch.Tensor], None]
+    squares_into: Callable[[torch.Tensor, torch.Tensor, Sequence[tuple[int, int]]], None]
     check_on_device: Callable[[str, Rule, MomentFormat], None]
     is_exact: Callable[[str], bool]
 

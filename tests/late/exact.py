@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,8 +13,13 @@ _LANES = 32
 """kSumLanes in csrc/adam/types.h."""
 
 
-def squares_into(out: torch.Tensor, values: torch.Tensor) -> None:
+def squares_into(out: torch.Tensor, values: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
     """As `infinity.update.kernels.squares_into`: tiles of `SUM_TILE`, summed in lanes, in pairs and in order."""
+    for number, (start, stop) in enumerate(ranges):
+        _square(out[number], values[start:stop])
+
+
+def _square(out: torch.Tensor, values: torch.Tensor) -> None:
     count = -(-values.numel() // SUM_TILE)
     padded = torch.zeros(count * SUM_TILE, dtype=torch.float64, device=values.device)
     padded[: values.numel()] = values

@@ -42,8 +42,8 @@ def test_accumulates_as_on_the_cpu(order: None, param: str, optim: str, options:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_squares_on_the_device_have_the_bits_of_the_host(lazy: None, dtype: torch.dtype, count: int) -> None:
     values = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(dtype)
-    out = torch.empty((), dtype=torch.float64, device=LateAccelerator().torch_device)
-    squares_into(out, values.to(out.device))
+    out = torch.empty(1, dtype=torch.float64, device=LateAccelerator().torch_device)
+    squares_into(out, values.to(out.device), [(0, count)])
     assert out.item() == NATIVE.sum_of_squares(values)
 
 

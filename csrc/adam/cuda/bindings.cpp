@@ -5,6 +5,7 @@
 
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../arguments.h"
@@ -33,6 +34,37 @@ void py_sum_of_squares(const py::object& address, const py::object& n, const std
     if (!initial_at.is_none()) sum.initial_at = pointer<const double>(ArrayChecks(1).add("initial_at", initial_at, 8));
     const py::gil_scoped_release release;
     sum_of_squares(sum, {device, stream});
+}
+
+// The sums of some ranges [start, stop) of an array, each into its element of `out`.
+void py_sums_of_squares(const py::object& address, const py::object& n, const std::string& dtype,
+                        const std::vector<std::pair<std::size_t, std::size_t>>& ranges, const py::object& out,
+                        const py::object& tiles, int device, std::uintptr_t stream) {
+    const std::size_t count = to_count(n);
+    std::size_t needed = 0;
+    for (const auto& [start, stop] : ranges) {
+        if (start > stop || stop > count) {
+            throw py::value_error("ranges has [" + std::to_string(start) + ", " + std::to_string(stop) +
+                                  "): pass ranges of the " + std::to_string(count) + " elements");
+        }
+        needed += (stop - start + kSumTile - 1) / kSumTile;
+    }
+    Sum sum{};
+    sum.dtype = to_dtype("dtype", dtype);
+    sum.scale = 1.0;
+    const std::size_t width = sum.dtype == DType::kFp32 ? 4 : 2;
+    ArrayChecks arrays(count), results(ranges.size());
+    const auto* values = pointer<const char>(arrays.add("address", address, width));
+    sum.tiles = pointer<double>(arrays.add("tiles", tiles, 8, needed));
+    sum.out = pointer<double>(results.add("out", out, 8));
+    const py::gil_scoped_release release;
+    for (const auto& [start, stop] : ranges) {
+        sum.values = values + start * width;
+        sum.n = stop - start;
+        sum_of_squares(sum, {device, stream});
+        sum.tiles += (sum.n + kSumTile - 1) / kSumTile;
+        ++sum.out;
+    }
 }
 
 void py_fingerprint(const py::object& address, const py::object& nbytes, const py::object& out, int device,
@@ -90,6 +122,8 @@ PYBIND11_MODULE(_adam_cuda, m) {
     m.def("sum_of_squares", &py_sum_of_squares, "address"_a, "n"_a, "dtype"_a, py::kw_only(), "out"_a, "tiles"_a,
           "scale"_a = 1.0, "initial"_a = 0.0, "initial_at"_a = py::none(), "device"_a, "stream"_a,
           "Write initial + sum of (scale * x)^2 in fp64 to `out`.");
+    m.def("sums_of_squares", &py_sums_of_squares, "address"_a, "n"_a, "dtype"_a, "ranges"_a, py::kw_only(), "out"_a,
+          "tiles"_a, "device"_a, "stream"_a, "Write the sum of x^2 of each range in fp64 to `out`.");
     m.def("fingerprint", &py_fingerprint, "address"_a, "nbytes"_a, py::kw_only(), "out"_a, "device"_a, "stream"_a,
           "Add the 64-bit hash of the bytes to the integer at `out`.");
     m.def("split", &py_split, "master"_a, "param"_a, "remainder"_a, "n"_a, py::kw_only(), "device"_a, "stream"_a,
