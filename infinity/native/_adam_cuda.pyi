@@ -101,6 +101,11 @@ def sums_of_squares(
 def fingerprint(address: int, nbytes: int, *, out: int, device: int, stream: int) -> None:
     """Add the 64-bit hash of the bytes to the integer of 8 bytes at `out`, modulo 2^64; see `_adam.fingerprint`."""
 
+def store(address: int, host: int, nbytes: int, *, device: int, stream: int) -> None:
+    """Write some bytes of the device's memory to registered host memory, by a kernel: the engines that copy may be
+    busy with large copies.
+    """
+
 def split(master: int, param: int, remainder: int, n: int, *, device: int, stream: int) -> None:
     """See `_adam.split`."""
 

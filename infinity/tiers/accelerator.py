@@ -15,6 +15,7 @@ from functools import cached_property, partial
 import torch
 
 from infinity.inputs import number_of
+from infinity.native import cuda
 from infinity.observe.log import logger
 from infinity.observe.recorder import Recorder
 from infinity.observe.recording import Stamp
@@ -23,6 +24,7 @@ from infinity.tiers.available import available_memory, update_processors
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.fingerprint import Fingerprint, fingerprint_on_device
 from infinity.tiers.memory import host_tensor, pin_ranges
+from infinity.tiers.results import store_on_host
 from infinity.tiers.stalls import EventClock, StreamWaits
 from infinity.tiers.transfer import DONE, Transfer, issued
 
@@ -82,7 +84,7 @@ class AcceleratorDevice(Device):
         self._to_device = torch.Stream(device)
         self._from_device = torch.Stream(device)
         self._results = torch.Stream(device)
-        """Of `copy_result`: a result would wait for gradients on the stream of other copies."""
+        """Of `copy_result` without a kernel for it: on the stream of other copies, a result would wait for them."""
         self._helper = threading.local()
         self._model_stream: torch.Stream | None = None
         """The stream on which a model's thread computed last."""
@@ -148,6 +150,9 @@ class AcceleratorDevice(Device):
         )
 
     def copy_result(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
+        if source.is_cuda and cuda.available() and destination.is_pinned():
+            store_on_host(destination, source)
+            return self.compute_reached()
         return self._copy_on(self._results, destination, source, StreamTransfer(self._current_stream()))
 
     def _copy_on(

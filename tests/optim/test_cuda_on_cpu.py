@@ -181,6 +181,26 @@ def test_sums_follow_each_other_without_a_number_of_the_host() -> None:
     assert cuda_adam.sum_of_squares(tensors[0], initial=2.0).item() == cpu_adam.sum_of_squares(tensors[0], initial=2.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.usefixtures("wrapped")
+def test_sums_of_ranges_have_the_bits_of_single_sums(dtype: torch.dtype) -> None:
+    values = torch.randn(20_000, generator=torch.Generator().manual_seed(2)).to(dtype)
+    ranges = [(0, 4096), (4096, 4096), (4103, 17_000), (17_000, 20_000), (5, 6)]
+    out = torch.full((len(ranges),), torch.nan, dtype=torch.float64)
+    cuda_adam.sums_of_squares(values, ranges, out)
+    assert out.tolist() == [cpu_adam.sum_of_squares(values[start:stop]) for start, stop in ranges]
+    for wrong in ((3, 2), (0, 20_001)):
+        with pytest.raises(ValueError, match=r"pass ranges of the 20000 elements"):
+            cuda_adam.sums_of_squares(values, [wrong], out[:1])
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 300])
+def test_a_result_is_stored_on_the_host(module: ModuleType, nbytes: int) -> None:
+    result, host = torch.arange(302, dtype=torch.int64).to(torch.uint8), torch.zeros(302, dtype=torch.uint8)
+    module.store(result.data_ptr() + 1, host.data_ptr() + 1, nbytes, device=0, stream=0)
+    assert torch.equal(host[1 : nbytes + 1], result[1 : nbytes + 1]) and not host[nbytes + 1 :].any() and host[0] == 0
+
+
 @pytest.mark.usefixtures("wrapped")
 def test_tensors_that_do_not_fit_are_refused() -> None:
     param, grad, hyper = torch.zeros(8), torch.zeros(8), cpu_adam.Hyper("sgd", momentum=0.9)

@@ -77,6 +77,16 @@ void py_fingerprint(const py::object& address, const py::object& nbytes, const p
     fingerprint(memory, count, sum, {device, stream});
 }
 
+void py_store(const py::object& address, const py::object& host, const py::object& nbytes, int device,
+              std::uintptr_t stream) {
+    const std::size_t count = to_count(nbytes);
+    ArrayChecks checks(count);
+    const auto* from = pointer<const void>(checks.add("address", address, 1));
+    auto* to = pointer<void>(checks.add("host", host, 1));
+    const py::gil_scoped_release release;
+    store(from, to, count, {device, stream});
+}
+
 void py_split(const py::object& master, const py::object& param, const py::object& remainder, const py::object& n,
               int device, std::uintptr_t stream) {
     const std::size_t count = to_count(n);
@@ -126,6 +136,8 @@ PYBIND11_MODULE(_adam_cuda, m) {
           "tiles"_a, "device"_a, "stream"_a, "Write the sum of x^2 of each range in fp64 to `out`.");
     m.def("fingerprint", &py_fingerprint, "address"_a, "nbytes"_a, py::kw_only(), "out"_a, "device"_a, "stream"_a,
           "Add the 64-bit hash of the bytes to the integer at `out`.");
+    m.def("store", &py_store, "address"_a, "host"_a, "nbytes"_a, py::kw_only(), "device"_a, "stream"_a,
+          "Write bytes to registered host memory.");
     m.def("split", &py_split, "master"_a, "param"_a, "remainder"_a, "n"_a, py::kw_only(), "device"_a, "stream"_a,
           "Split fp32 into bf16 (half away from zero) and the int16 remainder.");
     m.def("join", &py_join, "param"_a, "remainder"_a, "master"_a, "n"_a, py::kw_only(), "device"_a, "stream"_a,

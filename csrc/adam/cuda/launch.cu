@@ -7,6 +7,7 @@
 
 #include "fingerprint.cuh"
 #include "norms.cuh"
+#include "results.cuh"
 #include "update.cuh"
 
 namespace infinity::adam::cuda {
@@ -139,6 +140,14 @@ void fingerprint(const void* memory, std::size_t nbytes, std::uint64_t* sum, con
     launch(add_words, nbytes / sizeof(std::uint64_t), kThreads * kWordsOfThread, stream,
            static_cast<const std::uint64_t*>(memory), nbytes / sizeof(std::uint64_t), aligned,
            reinterpret_cast<unsigned long long*>(sum));
+}
+
+void store(const void* from, void* host, std::size_t nbytes, const Stream& stream) {
+    if (nbytes == 0) return;
+    const OnDevice on(stream.device);
+    void* to = nullptr;
+    check(cudaHostGetDevicePointer(&to, host, 0), "cudaHostGetDevicePointer");
+    launch(store_bytes, 1, 1, stream, static_cast<const unsigned char*>(from), static_cast<unsigned char*>(to), nbytes);
 }
 
 void split(const float* master, std::uint16_t* param, std::int16_t* remainder, std::size_t n, const Stream& stream) {
