@@ -73,7 +73,6 @@ def test_gradients_take_no_core_of_the_host() -> None:
     """Adam has the cores. The device sums the squares of gradients that the host does not add."""
     shared, alone = known("during_backward", "memory=2e9"), known("during_backward", "memory=2e9", "core=1e8")
     assert alone["seconds"] == shared["seconds"]
-    assert exposed(alone, "gradients on host") == 0
 
 
 def exposed(result: dict[str, Any], lane: str) -> float:
