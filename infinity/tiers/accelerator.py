@@ -84,7 +84,7 @@ class AcceleratorDevice(Device):
         self._to_device = torch.Stream(device)
         self._from_device = torch.Stream(device)
         self._results = torch.Stream(device)
-        """Of `copy_result` without a kernel for it: on the stream of other copies, a result would wait for them."""
+        """Stream of `copy_result` where no kernel stores results. A result would wait for copies on their stream."""
         self._helper = threading.local()
         self._model_stream: torch.Stream | None = None
         """The stream on which a model's thread computed last."""

@@ -49,6 +49,7 @@ def test_squares_on_the_device_have_the_bits_of_the_host(lazy: None, dtype: torc
 
 STEPS: dict[str, dict[str, Any]] = {
     "clipped": {"clip": 0.5},
+    "without poison": {"clip": 0.5, "debug": False},  # whose fill would follow the sums, and wait for them
     "early": {"bf16": True, "update": "during_backward"},
     "accumulated": {"bf16": True, "clip": 0.5, "accumulation": 3},
     "fp16": {"fp16": {"initial_scale_power": 8}},
