@@ -35,8 +35,8 @@ TURN = 256 << 20
 """Bytes of a turn of small copies, so that its synchronisation does not count."""
 
 
-def candidates(device: Device, nbytes: int) -> dict[str, tuple[int, Callable[[], object]]]:
-    """Return name → (bytes of a call, call that issues copies)."""
+def candidates(device: Device, nbytes: int) -> dict[str, tuple[int, Callable[[int], object]]]:
+    """Return name → (bytes of a copy, call that issues a number of copies)."""
     engine = [Copies(device, nbytes) for _ in range(2)]
     there = [one.on_device for one in engine]
     registered = [one.host for one in engine]
@@ -44,22 +44,24 @@ def candidates(device: Device, nbytes: int) -> dict[str, tuple[int, Callable[[],
     first_touch(pageable)
     streams = [_stream(device) for _ in range(2)]
 
-    def bare(number: int, destination: torch.Tensor, source: torch.Tensor) -> None:
-        with streams[number]():
-            destination.copy_(source, non_blocking=True)
+    def bare(calls: int, number: int, destination: torch.Tensor, source: torch.Tensor) -> None:
+        for _ in range(calls):
+            with streams[number]():
+                destination.copy_(source, non_blocking=True)
 
-    def both() -> None:
-        bare(0, there[0], registered[0])
-        bare(1, registered[1], there[1])
+    def both(calls: int) -> None:
+        for _ in range(calls):
+            bare(1, 0, there[0], registered[0])
+            bare(1, 1, registered[1], there[1])
 
     return {
-        "to device, registered": (nbytes, lambda: bare(0, there[0], registered[0])),
-        "from device, registered": (nbytes, lambda: bare(1, registered[1], there[1])),
+        "to device, registered": (nbytes, lambda calls: bare(calls, 0, there[0], registered[0])),
+        "from device, registered": (nbytes, lambda calls: bare(calls, 1, registered[1], there[1])),
         "both, registered": (2 * nbytes, both),
-        "to device, pageable": (nbytes, lambda: bare(0, there[0], pageable)),
-        "from device, pageable": (nbytes, lambda: bare(1, pageable, there[1])),
-        "to device, device.copy": (nbytes, lambda: engine[0].to_device(1)),
-        "from device, device.copy": (nbytes, lambda: engine[1].to_host(1)),
+        "to device, pageable": (nbytes, lambda calls: bare(calls, 0, there[0], pageable)),
+        "from device, pageable": (nbytes, lambda calls: bare(calls, 1, pageable, there[1])),
+        "to device, device.copy": (nbytes, engine[0].to_device),
+        "from device, device.copy": (nbytes, engine[1].to_host),
     }
 
 
@@ -79,8 +81,7 @@ def copies(device: Device, nbytes: int, rounds: int) -> list[harness.Result]:
     for number, name in harness.interleaved(found, rounds, warm_up=1):
         _synchronize(device)
         began = time.perf_counter()
-        for _ in range(calls):
-            found[name][1]()
+        found[name][1](calls)
         _synchronize(device)
         if number >= 0:
             seconds[name].append((time.perf_counter() - began) / calls)
