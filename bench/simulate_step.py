@@ -80,7 +80,11 @@ def assumptions(machine: str, changes: Sequence[str] = ()) -> str:
         f"{rates.device / 1e12:g} TB/s, link {rates.to_device / 1e9:g} GB/s to and {rates.from_device / 1e9:g} GB/s "
         f"from the device, host memory {host.memory / 1e9:g} GB/s for each thread that works on it; a kernel or copy "
         f"costs the host {rates.launch * 1e6:g} µs, an event {rates.event * 1e6:g} µs"
-        + (f"; gradients that arrive while Adam runs have one core of {host.core / 1e9:g} GB/s" if host.core else "")
+        + (
+            f"; gradients that the host adds while Adam runs have one core of {host.core / 1e9:g} GB/s"
+            if host.core
+            else ""
+        )
     )
 
 

@@ -23,7 +23,7 @@ def restoring(parts: EngineParts, *, everything: bool) -> Callable[[], None]:
     """Read the parameters from their tiers, and return a function that assigns them. Call that after the engine has
     removed its hooks and buffers.
 
-    They are on the device if they fit there beside the engine's buffers, else in host memory, all of them.
+    All are on the device if they fit there beside the engine's buffers; otherwise all are in host memory.
 
     everything: include parameters on nvme or sharded over ranks, and raise OutOfMemoryError if they do not fit in host
     memory; the call is collective then. Otherwise restore nothing if parameters are on nvme, sharded or do not fit.
@@ -51,7 +51,8 @@ def restoring(parts: EngineParts, *, everything: bool) -> Callable[[], None]:
         values.append([slot.to(device.host, copy=True) for slot in slots])
     if on_host and not device.host_addressable:
         logger.warning(
-            "the %s of parameters of the closed engine do not fit on %s beside its buffers: they are in host memory",
+            "%s of parameters of the closed engine do not fit on %s beside its buffers: they are in host memory. Call "
+            "model.to() to move them.",
             show_bytes(needed),
             device.torch_device,
         )

@@ -682,7 +682,7 @@ class TrainingEngine(CheckpointingEngine):
         """Finish pending updates and a background save, remove hooks, release threads, memory and disk. Idempotent.
 
         The model keeps its parameters' values if they are unsharded in this rank's memory (`offload_param.device` none
-        or cpu; one rank or a stage below 3) and a copy fits: on the device, else in host memory. Otherwise any use of a
+        or cpu; one rank or a stage below 3) and a copy fits on the device or in host memory. Otherwise any use of a
         parameter raises UsageError.
 
         restore: return all values to the model; the call is collective then. Raises OutOfMemoryError if they do not

@@ -1,7 +1,7 @@
 """Brings a reduced gradient to the memory where it is updated or stored, and adds it to the stored one.
 
-A gradient that the host only stores leaves the device in one copy, and its squares are summed on the device: the
-threads of the host update other units meanwhile. One that is added or converted on the host leaves in pieces: while one
+A gradient that the host only stores leaves the device in one copy. The device sums its squares meanwhile, since the
+host's threads update other units. One that is added or converted on the host leaves in pieces: while one
 is added and summed, the next are copied. On memory tiers it is added in its extent; elsewhere in a buffer, which is
 written.
 """
@@ -24,12 +24,9 @@ from infinity.plan.layout import UnitLayout
 from infinity.plan.pools import PIECE_BYTES
 from infinity.sums import sum_in_order
 from infinity.tiers.pool import Lease
-from infinity.tiers.transfer import DONE, Together, Transfer
+from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.unit import Unit
 from infinity.update.job import Gradient
-
-_COPY_BYTES = 32 << 20
-"""Bytes of a copy from the device: results of other streams reach the host between two copies."""
 
 
 class Landing:
@@ -48,7 +45,7 @@ class Landing:
         self._writing: dict[int, Future[None]] = {}
         """unit → last write of its extent."""
         self._sums_on_device = places.kernels.is_exact(places.device.torch_device.type)
-        """True if squares may be summed on the device: the norm has the same bits wherever gradients are."""
+        """True if the device's sums of squares have the host's bits."""
 
     def sums_each(self, unit: Unit) -> bool:
         """Return whether the squares of every stored gradient of a unit are summed, since that costs no pass of its
@@ -224,15 +221,12 @@ class Landing:
             with self._leaving(sent, host) as arriving:
                 squares = self._receive(unit.layout, host, host, arriving)
             return lambda: squares
-        shard, memory = sent.flat.view(torch.uint8), host.view(torch.uint8)
-        copies: list[Transfer] = []
+        copy = device.copy(host.view(torch.uint8), sent.flat.view(torch.uint8), after=sent.reduced)
         try:
-            for there, here in zip(shard.split(_COPY_BYTES), memory.split(_COPY_BYTES), strict=True):
-                copies.append(device.copy(here, there, after=sent.reduced))
             device.await_copy(sent.reduced)
             return self._device_squares(unit).start(sent.flat)
         finally:  # the shard's buffer is used again
-            Together(*copies).wait()
+            copy.wait()
             device.compute_reached().wait()
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Pieces of a gradient shard, in which it leaves the device and is summed. Pure."""
+"""Pieces of a gradient shard, in which the host adds, converts or sums it. Pure."""
 
 from __future__ import annotations
 

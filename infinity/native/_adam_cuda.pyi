@@ -102,9 +102,7 @@ def fingerprint(address: int, nbytes: int, *, out: int, device: int, stream: int
     """Add the 64-bit hash of the bytes to the integer of 8 bytes at `out`, modulo 2^64; see `_adam.fingerprint`."""
 
 def store(address: int, host: int, nbytes: int, *, device: int, stream: int) -> None:
-    """Write some bytes of the device's memory to registered host memory, by a kernel: the engines that copy may be
-    busy with large copies.
-    """
+    """Copy a few bytes of device memory to registered host memory by a kernel, since copy engines may be busy."""
 
 def split(master: int, param: int, remainder: int, n: int, *, device: int, stream: int) -> None:
     """See `_adam.split`."""

@@ -58,8 +58,8 @@ _GRADIENTS_AT_ONCE = 4
 # If the stored dtype is not the reduced one: the update reads one sum while the next is computed.
 _SUMS_AT_ONCE = 2
 PIECE_BYTES = 4 << 20
-"""Bytes of a piece of a gradient, in which it leaves the device and is added: its copy hides the latency of the next
-one's, and it stays in the cache for its sum."""
+"""Bytes of a piece of a gradient that the host adds or converts: its copy hides the latency of the next one's, and it
+stays in the cache for its sum."""
 _PIECES_READ = 3
 # Half of them are read ahead, the other half are being written.
 _TILE_BUFFERS = 6

@@ -84,7 +84,7 @@ class AcceleratorDevice(Device):
         self._to_device = torch.Stream(device)
         self._from_device = torch.Stream(device)
         self._results = torch.Stream(device)
-        """Stream of `copy_result` where no kernel stores results. A result would wait for copies on their stream."""
+        """Stream of `copy_result` where no kernel can store results (`infinity.tiers.results`)."""
         self._helper = threading.local()
         self._model_stream: torch.Stream | None = None
         """The stream on which a model's thread computed last."""

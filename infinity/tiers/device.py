@@ -80,7 +80,7 @@ class Device(ABC):
         """
 
     def copy_result(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
-        """Copy some bytes, which this thread computes, to the host. Does not wait for larger copies."""
+        """Copy a few bytes that this thread computed to the host. With CUDA's kernels it overtakes queued copies."""
         return self.copy(destination, source)
 
     def copy_parameters(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer:

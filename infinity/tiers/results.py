@@ -1,7 +1,7 @@
 """Results of a CUDA device for the host, a few bytes each.
 
-A copy would queue behind gradients: the engine of a device that copies to the host takes copies of all streams in their
-order, and a unit's gradient takes it milliseconds. A kernel writes to registered memory meanwhile.
+A copy would queue behind gradients: copies to the host take turns in the order of all streams, and a unit's gradient
+takes milliseconds. A kernel writes to registered memory at once.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def test_a_result_is_that_of_the_compute_before(pin: bool, nbytes: int) -> None:
 
 
 def test_a_result_does_not_wait_for_copies_to_the_host() -> None:
-    """A copy that cannot begin yet is before it."""
+    """A copy that was queued earlier cannot begin yet."""
     ours, busy = engine_device(), torch.Stream(device())
     large, host = ours.empty(1 << 20).fill_(7), ours.host_buffer(1 << 20)
     result, flag = torch.ones(1, dtype=torch.uint8, device=device()), ours.host_buffer(1)

@@ -1,4 +1,4 @@
-"""Sums of squares on the late device with the bits of the host's, as CUDA's kernels have."""
+"""Sums of squares on the late device, bit-identical to the host's, as CUDA's are."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ FINGERPRINTS, GRADIENTS = "fingerprints", "gradients on device"
 @dataclass(frozen=True)
 class Host:
     """The host. memory: bytes a second, for each thread that works on it with all cores. core: bytes a second of the
-    one core that adds or sums gradients while an update has all others; 0: gradients have all cores, too. nbytes,
+    one core that adds gradients while an update has all others; 0: gradients have all cores, too. nbytes,
     device_nbytes: sizes of host and device memory.
     """
 

@@ -1,4 +1,4 @@
-"""Where the parameters of a closed engine are, if the device has too little memory for them."""
+"""Device of a closed engine's parameters when device memory is short."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.models import Stack, seeded, token_batches
 def test_parameters_that_the_device_cannot_hold_are_in_host_memory(
     order: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, param: str, room: str
 ) -> None:
-    """some: an allocation fails after parts of the parameters are there, as under infinity.memory.device."""
+    """some: an allocation fails after some parameters were copied, as under infinity.memory.device."""
     device = LateAccelerator()
     model, batches = seeded(lambda: Stack(depth=30)), token_batches(2)
     engine = open_engine(model, engine_config(param, "cpu", prefetch_bytes=20_000), device)

@@ -49,7 +49,7 @@ def test_squares_on_the_device_have_the_bits_of_the_host(lazy: None, dtype: torc
 
 STEPS: dict[str, dict[str, Any]] = {
     "clipped": {"clip": 0.5},
-    "without poison": {"clip": 0.5, "debug": False},  # whose fill would follow the sums, and wait for them
+    "without poison": {"clip": 0.5, "debug": False},  # it would wait for the sums and hide a missing wait
     "early": {"bf16": True, "update": "during_backward"},
     "accumulated": {"bf16": True, "clip": 0.5, "accumulation": 3},
     "fp16": {"fp16": {"initial_scale_power": 8}},
@@ -61,7 +61,7 @@ STEPS: dict[str, dict[str, Any]] = {
 def test_squares_that_the_device_sums_change_no_bit(
     order: None, monkeypatch: pytest.MonkeyPatch, param: str, optim: str, options: dict[str, Any]
 ) -> None:
-    """A gradient leaves the device in one copy then. Its norm clips, or is checked in fp16."""
+    """A gradient leaves the device in one copy, without a pass on the host. Its norm clips, or is checked in fp16."""
     expected = train(param, optim, **options)
     monkeypatch.setattr("infinity.engine.platform.Machine.kernels", EXACT)
     assert_same(train(param, optim, **options), expected)

@@ -171,7 +171,7 @@ def test_nothing_is_copied_within_host_memory(clip: float, accumulation: int) ->
             return super().copy(destination, source, after=after)
 
         def copy_result(self, destination: torch.Tensor, source: torch.Tensor) -> LateCopy:
-            return super().copy(destination, source)  # sums of squares
+            return super().copy(destination, source)  # not counted: sums of squares
 
     device = Watching()
     config = engine_config("cpu", "cpu", bf16=True, clip=clip, accumulation=accumulation, prefetch_bytes=20_000)

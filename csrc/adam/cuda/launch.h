@@ -34,8 +34,7 @@ void sum_of_squares(const Sum& sum, const Stream& stream);
 // Adds the fingerprint of the bytes, defined in adam.h, to `sum`, modulo 2^64. nbytes: a multiple of 8.
 void fingerprint(const void* memory, std::size_t nbytes, std::uint64_t* sum, const Stream& stream);
 
-// Writes bytes to registered host memory by a kernel, which does not wait for the engines that copy. Few bytes: one
-// block runs.
+// Writes a few bytes to registered host memory by a kernel of one block, past the copy engines.
 void store(const void* from, void* host, std::size_t nbytes, const Stream& stream);
 
 void split(const float* master, std::uint16_t* param, std::int16_t* remainder, std::size_t n, const Stream& stream);
