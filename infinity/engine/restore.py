@@ -32,11 +32,8 @@ def restoring(parts: EngineParts, *, everything: bool) -> Callable[[], None]:
     if not (everything or in_memory):
         return lambda: None
     needed, device = sum(unit.layout.nbytes for unit in parts.units), parts.device
-    on_host = device.host_addressable or needed > device.available_bytes()
-    if on_host and needed > (available := available_memory()):
-        if everything:
-            hint = "save a checkpoint before closing the engine, and load it in parts"
-            raise OutOfMemoryError("host memory, for the parameters of the closed engine", needed, available, hint)
+    on_host = device.host_addressable or needed > device.available_bytes() + device.cached_bytes()
+    if on_host and not _fits_on_host(parts, needed, everything=everything):
         return lambda: None
     values: list[list[torch.Tensor]] = []
     for unit in parts.units:
@@ -47,6 +44,8 @@ def restoring(parts: EngineParts, *, everything: bool) -> Callable[[], None]:
                 values.append([slot.to(device.torch_device, copy=True) for slot in slots])
                 continue
             except torch.OutOfMemoryError:  # beyond infinity.memory.device, or the memory is in fragments
+                if not _fits_on_host(parts, needed, everything=everything):
+                    return lambda: None
                 on_host, values = True, [[value.to(device.host) for value in tensors] for tensors in values]
         values.append([slot.to(device.host, copy=True) for slot in slots])
     if on_host and not device.host_addressable:
@@ -64,3 +63,12 @@ def restoring(parts: EngineParts, *, everything: bool) -> Callable[[], None]:
                 set_local(parameter, tensor)
 
     return restore
+
+
+def _fits_on_host(parts: EngineParts, needed: int, *, everything: bool) -> bool:
+    """Return whether `needed` bytes fit in this rank's part of the free memory. everything: OutOfMemoryError if not."""
+    available = available_memory() // parts.ranks.local_size
+    if needed > available and everything:
+        hint = "save a checkpoint before closing the engine, and load it in parts"
+        raise OutOfMemoryError("host memory, for the parameters of the closed engine", needed, available, hint)
+    return needed <= available

@@ -24,7 +24,7 @@ from infinity.plan.layout import UnitLayout
 from infinity.plan.pools import PIECE_BYTES
 from infinity.sums import sum_in_order
 from infinity.tiers.pool import Lease
-from infinity.tiers.transfer import DONE, Transfer
+from infinity.tiers.transfer import DONE, Together, Transfer
 from infinity.units.unit import Unit
 from infinity.update.job import Gradient
 
@@ -219,15 +219,20 @@ class Landing:
         unit, device = sent.unit, self._places.device
         if not self._sums_on_device:
             with self._leaving(sent, host) as arriving:
-                squares = self._receive(unit.layout, host, host, arriving)
-            return lambda: squares
+                total = self._receive(unit.layout, host, host, arriving)
+            return lambda: total
+        squares: Squares | None = None
         copy = device.copy(host.view(torch.uint8), sent.flat.view(torch.uint8), after=sent.reduced)
         try:
             device.await_copy(sent.reduced)
-            return self._device_squares(unit).start(sent.flat)
+            with contextlib.suppress(torch.OutOfMemoryError):  # the model may have taken all of the device's memory
+                squares = self._device_squares(unit).start(sent.flat)
         finally:  # the shard's buffer is used again
-            copy.wait()
-            device.compute_reached().wait()
+            Together(copy, device.compute_reached()).wait()
+        if squares is None:
+            total = self._receive(unit.layout, host, host, _whole(host))
+            return lambda: total
+        return squares
 
     @contextlib.contextmanager
     def _leaving(self, sent: Sent, host: torch.Tensor) -> Iterator[Iterator[Piece]]:

@@ -29,12 +29,16 @@ class DeviceSquares:
         self._kernels = kernels
         self._parts = [part for part in parts if part.in_norm]
         self._ranges = [(part.start, part.stop) for part in self._parts]
-        self._host = device.host_buffer(len(self._parts) * torch.float64.itemsize)
+        self._host: torch.Tensor | None = None
         self._latest: _Copied | None = None
 
     def start(self, shard: torch.Tensor) -> Squares:
         """Start to sum a gradient after the compute issued so far by this thread."""
+        if not self._parts:  # as on a rank whose shard of a small unit is padding
+            return _nothing
         self.close()  # reads an earlier gradient's sums, before they are overwritten
+        if self._host is None:
+            self._host = self._device.host_buffer(len(self._parts) * torch.float64.itemsize)
         sums = torch.empty(len(self._parts), dtype=torch.float64, device=shard.device)
         self._kernels.squares_into(sums, shard, self._ranges)
         summed = self._device.compute_reached()
@@ -46,6 +50,10 @@ class DeviceSquares:
         """Wait for the last copy."""
         if self._latest is not None:
             self._latest()
+
+
+def _nothing() -> float:
+    return 0.0
 
 
 class _Copied:

@@ -81,7 +81,7 @@ def sums_of_squares(tensor: Tensor, ranges: Sequence[tuple[int, int]], out: Tens
 
     address = address_of("tensor", tensor, n, *DTYPES, device=device)
     tiles = sum(-(-(stop - start) // native.SUM_TILE) for start, stop in ranges)
-    scratch = torch.empty(tiles, dtype=torch.float64, device=device)
+    scratch = torch.empty(max(tiles, 1), dtype=torch.float64, device=device)
     results = {"out": address_of("out", out, len(ranges), torch.float64, device=device), "tiles": scratch.data_ptr()}
     native.sums_of_squares(address, n, DTYPES[tensor.dtype], ranges, **results, **_where(device))
 

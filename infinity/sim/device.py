@@ -246,6 +246,10 @@ class SimulatedAccelerator(SimulatedDevice):
     def await_copy(self, transfer: Transfer) -> None:
         self.stream.follow(transfer)
 
+    def copy_result(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
+        self.operate(0.0, 2 * source.nbytes)  # a kernel stores it
+        return self.stream.reached()
+
     def compute_reached(self) -> Transfer:
         return self.stream.reached()
 

@@ -113,8 +113,9 @@ class AcceleratorDevice(Device):
         self._current_stream()
 
     def finish(self) -> None:
-        for stream in (self._to_device, self._from_device, self._results):
-            StreamTransfer(stream).wait()
+        for stream in (self._to_device, self._from_device, self._results, self._model_stream):
+            if stream is not None:  # the model's stream may store a result
+                StreamTransfer(stream).wait()
 
     def _current_stream(self) -> torch.Stream:
         """Return the calling thread's stream; a model's stream follows the one that a model's thread used before."""
@@ -191,6 +192,12 @@ class AcceleratorDevice(Device):
 
     def available_bytes(self) -> int:
         return self._memory()[0]
+
+    def cached_bytes(self) -> int:
+        reserved, allocated = (getattr(self._library, f"memory_{kind}", None) for kind in ("reserved", "allocated"))
+        if reserved is None or allocated is None:
+            return 0
+        return int(reserved(self.torch_device) - allocated(self.torch_device))
 
     def limit(self, nbytes: int) -> None:
         total = self._memory()[1]

@@ -48,7 +48,7 @@ def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
             mapping.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=length)[:nbytes]
     _mappings[tensor.data_ptr()] = mapping
-    if pin:
+    if pin and nbytes:
         first_touch(tensor)  # otherwise registration would place all pages on this thread's node
         pin_ranges(tensor, [(0, length)])
     return tensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,7 +53,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "clipped": {"clip": 0.5},
     "without poison": {"clip": 0.5, "debug": False},  # it would wait for the sums and hide a missing wait
     "early": {"bf16": True, "update": "during_backward"},
-    "accumulated": {"bf16": True, "clip": 0.5, "accumulation": 3},
+    "accumulated": {"clip": 0.5, "accumulation": 3},  # of a later micro-batch, the host sums
     "fp16": {"fp16": {"initial_scale_power": 8}},
 }
 
@@ -62,9 +64,42 @@ def test_squares_that_the_device_sums_change_no_bit(
     order: None, monkeypatch: pytest.MonkeyPatch, param: str, optim: str, options: dict[str, Any]
 ) -> None:
     """A gradient leaves the device in one copy, without a pass on the host. Its norm clips, or is checked in fp16."""
-    expected = train(param, optim, **options)
-    monkeypatch.setattr("infinity.engine.platform.Machine.kernels", EXACT)
+    expected, sums = train(param, optim, **options), []
+
+    def counted(out: torch.Tensor, values: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+        sums.append(len(ranges))
+        squares_into(out, values, ranges)
+
+    monkeypatch.setattr("infinity.engine.platform.Machine.kernels", replace(EXACT, squares_into=counted))
     assert_same(train(param, optim, **options), expected)
+    assert len(sums) >= 16
+
+
+@pytest.mark.parametrize("param, optim", [("cpu", "cpu"), ("nvme", "nvme")])
+def test_squares_are_summed_on_the_host_while_the_device_has_no_memory(
+    order: None, monkeypatch: pytest.MonkeyPatch, param: str, optim: str
+) -> None:
+    refused = 0
+
+    def some(out: torch.Tensor, values: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+        nonlocal refused
+        refused += 1
+        if refused % 3:
+            raise torch.OutOfMemoryError("as in an allocation of scratch memory")
+        squares_into(out, values, ranges)
+
+    expected = train(param, optim, clip=0.5)
+    monkeypatch.setattr("infinity.engine.platform.Machine.kernels", replace(EXACT, squares_into=some))
+    assert_same(train(param, optim, clip=0.5), expected)
+    assert refused > 20
+
+
+def test_a_shard_without_a_part_in_the_norm_has_no_squares(lazy: None) -> None:
+    device = LateAccelerator()
+    squares = DeviceSquares(device, [Part(0, 5, in_norm=False)], EXACT)
+    before = late.pending()
+    assert squares.start(device.empty(64))() == 0.0 and late.pending() == before
+    squares.close()
 
 
 def test_a_norm_on_the_device_is_read_when_it_is_asked_for(lazy: None) -> None:

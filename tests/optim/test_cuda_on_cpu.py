@@ -189,6 +189,9 @@ def test_sums_of_ranges_have_the_bits_of_single_sums(dtype: torch.dtype) -> None
     out = torch.full((len(ranges),), torch.nan, dtype=torch.float64)
     cuda_adam.sums_of_squares(values, ranges, out)
     assert out.tolist() == [cpu_adam.sum_of_squares(values[start:stop]) for start, stop in ranges]
+    for empty in ([], [(5, 5)]):
+        cuda_adam.sums_of_squares(values, empty, out[: len(empty)].fill_(torch.nan))
+        assert out[: len(empty)].tolist() == [0.0] * len(empty)
     for wrong in ((3, 2), (0, 20_001)):
         with pytest.raises(ValueError, match=r"pass ranges of the 20000 elements"):
             cuda_adam.sums_of_squares(values, [wrong], out[:1])

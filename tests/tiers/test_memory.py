@@ -91,6 +91,7 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(monkeypatch: pytest.Monke
         first = host_tensor(4096, pin=True)
     second = host_tensor(4096, pin=True)
     assert len(cleared) == 2
+    assert host_tensor(0, pin=True).numel() == 0 and len(cleared) == 2, "nothing was registered"
     assert not first.any() and not second.any()
 
 
