@@ -59,7 +59,7 @@ test-integrations: install $(VENV)/.integrations ## run the tests with Hugging F
 	$(VENV)/bin/python -m pytest -m integrations tests/integrations $(ARGS)
 
 test-llamafactory: install $(VENV)/.integrations build/llamafactory/.installed ## run the tests with LLaMA-Factory
-	PYTHONPATH=build/llamafactory $(VENV)/bin/python -m pytest -m integrations tests/integrations/test_llamafactory.py $(ARGS)
+	PYTHONPATH=$(CURDIR)/build/llamafactory $(VENV)/bin/python -m pytest -m integrations tests/integrations/test_llamafactory.py $(ARGS)
 
 test-late: install ## run the tests on the device of tests/late, whose copies and compute are late, in a process of its own
 	$(VENV)/bin/python -m pytest -m late tests/late $(ARGS)
