@@ -99,7 +99,6 @@ class DeviceMemory final : public c10::DeviceAllocator {
     static constexpr size_t capacity = size_t{4} << 30;
 
   private:
-
     struct Block {
         void* memory;
         size_t nbytes;
