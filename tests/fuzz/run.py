@@ -31,7 +31,7 @@ from fuzz.case import Case, Node, case_of, in_words
 from fuzz.judge import FAILURES, Verdict, judge
 from fuzz.minimise import minimise
 
-SECONDS = 90
+SECONDS = 240
 """Time limit of a seed; a longer one counts as hanging."""
 
 
