@@ -32,7 +32,7 @@ def restoring(parts: EngineParts, *, everything: bool) -> Callable[[], None]:
     if not (everything or in_memory):
         return lambda: None
     needed, device = sum(unit.layout.nbytes for unit in parts.units), parts.device
-    on_host = device.host_addressable or needed > device.available_bytes() + device.cached_bytes()
+    on_host = device.host_addressable or needed > device.available_bytes()
     if on_host and not _fits_on_host(parts, needed, everything=everything):
         return lambda: None
     values: list[list[torch.Tensor]] = []

@@ -1,9 +1,8 @@
 """Brings a reduced gradient to the memory where it is updated or stored, and adds it to the stored one.
 
 A gradient that the host only stores leaves the device in one copy. The device sums its squares meanwhile, since the
-host's threads update other units. One that is added or converted on the host leaves in pieces: while one
-is added and summed, the next are copied. On memory tiers it is added in its extent; elsewhere in a buffer, which is
-written.
+host's threads update other units. One that is added or converted on the host leaves in pieces: while one is added and
+summed, the next are copied. On memory tiers it is added in its extent; elsewhere in a buffer, which is written.
 """
 
 from __future__ import annotations
@@ -153,42 +152,39 @@ class Landing:
             self._places.device.await_copy(sent.reduced)
             if copied and sent.squares is not None:
                 stored.copy_(shard)
-                squares = sent.squares
+                squares = _known(sent.squares)
             else:
-                squares = self._receive(layout, stored, shard, _whole(shard), add=add)
+                squares = _known(self._receive(layout, stored, shard, _whole(shard), add=add))
         elif copied:
-            copied_squares = self._leave(sent, stored)
-            sent.lease.release()
-            return Gradient(stored, None, copied_squares, DONE)
+            squares = self._leave(sent, stored)
         else:
             with pool.lease(shard.nbytes) as host, self._leaving(sent, host.flat(shard.dtype)) as arriving:
-                squares = self._receive(layout, stored, host.flat(shard.dtype), arriving, add=add)
+                squares = _known(self._receive(layout, stored, host.flat(shard.dtype), arriving, add=add))
         sent.lease.release()
-        return Gradient(stored, None, lambda: squares, DONE)
+        return Gradient(stored, None, squares, DONE)
 
     def _arrive_in_buffer(self, sent: Sent, *, add: bool) -> Gradient:
-        pool, shard = self._places.host_pool, sent.flat
+        pool, shard, lease = self._places.host_pool, sent.flat, None
         if pool is None:
             self._places.device.await_copy(sent.reduced)
             arrived = self._pieces_of(sent.unit, shard.itemsize) if add else _whole(shard)
             squares, lease = self._combine(sent, shard, arrived, add=add)
-        elif not add and self._places.dtypes_of(sent.unit).stored == shard.dtype:
-            with pool.lease(shard.nbytes) as host:
-                copied_squares = self._leave(sent, host.flat(shard.dtype))
-                sent.move(host.detach(), host.flat(shard.dtype))
-            return Gradient(sent.flat, sent.lease, copied_squares, DONE)
         else:
             with pool.lease(shard.nbytes) as host:
-                with self._leaving(sent, host.flat(shard.dtype)) as arriving:
-                    squares, lease = self._combine(sent, host.flat(shard.dtype), arriving, add=add)
-                sent.move(host.detach(), host.flat(shard.dtype))
+                there = host.flat(shard.dtype)
+                if add or self._places.dtypes_of(sent.unit).stored != shard.dtype:
+                    with self._leaving(sent, there) as arriving:
+                        squares, lease = self._combine(sent, there, arriving, add=add)
+                else:
+                    squares = self._leave(sent, there)
+                sent.move(host.detach(), there)
         if lease is not None:
             sent.move(lease, lease.flat(self._places.dtypes_of(sent.unit).stored))
-        return Gradient(sent.flat, sent.lease, lambda: squares, DONE)
+        return Gradient(sent.flat, sent.lease, squares, DONE)
 
     def _combine(
         self, sent: Sent, shard: torch.Tensor, arriving: Iterable[Piece], *, add: bool
-    ) -> tuple[float, Lease | None]:
+    ) -> tuple[Squares, Lease | None]:
         """Convert `shard`, in host memory, to the stored dtype, and add the stored part. Returns the sum of squares,
         and the buffer of the result; None: the result is in `shard`.
         """
@@ -196,13 +192,14 @@ class Landing:
         dtype = places.dtypes_of(sent.unit).stored
         if dtype == shard.dtype:
             if add:
-                return self._add_pieces(sent.unit, shard, arriving), None
-            return self._receive(layout, shard, shard, arriving) if sent.squares is None else sent.squares, None
+                return _known(self._add_pieces(sent.unit, shard, arriving)), None
+            known = sent.squares
+            return _known(self._receive(layout, shard, shard, arriving) if known is None else known), None
         assert places.stored_pool is not None
         with places.stored_pool.lease(shard.numel() * dtype.itemsize) as lease:
             if add:
                 places.tier_of(sent.unit).read(places.extent_of(sent.unit), lease.tensor).wait()
-            return self._receive(layout, lease.flat(dtype), shard, arriving, add=add), lease.detach()
+            return _known(self._receive(layout, lease.flat(dtype), shard, arriving, add=add)), lease.detach()
 
     def _add_pieces(self, unit: Unit, shard: torch.Tensor, arriving: Iterable[Piece]) -> float:
         """Add the stored part to `shard`, of its dtype, piece by piece. Returns the sum of squares."""
@@ -219,8 +216,7 @@ class Landing:
         unit, device = sent.unit, self._places.device
         if not self._sums_on_device:
             with self._leaving(sent, host) as arriving:
-                total = self._receive(unit.layout, host, host, arriving)
-            return lambda: total
+                return _known(self._receive(unit.layout, host, host, arriving))
         squares: Squares | None = None
         copy = device.copy(host.view(torch.uint8), sent.flat.view(torch.uint8), after=sent.reduced)
         try:
@@ -230,8 +226,7 @@ class Landing:
         finally:  # the shard's buffer is used again
             Together(copy, device.compute_reached()).wait()
         if squares is None:
-            total = self._receive(unit.layout, host, host, _whole(host))
-            return lambda: total
+            return _known(self._receive(unit.layout, host, host, _whole(host)))
         return squares
 
     @contextlib.contextmanager
@@ -324,6 +319,10 @@ def _arrived(pieces: Iterable[Piece], copies: Iterable[Transfer]) -> Iterator[Pi
     for piece, copy in zip(pieces, copies, strict=True):
         copy.wait()
         yield piece
+
+
+def _known(total: float) -> Squares:
+    return lambda: total
 
 
 def _unknown() -> float:

@@ -49,13 +49,11 @@ def update_flat(
     native.update(**given, grad_scale=grad_scale, step=step, key=key, first=first, **_where(device))
 
 
-def sum_of_squares(
-    tensor: Tensor, scale: float = 1.0, initial: float | Tensor = 0.0, out: Tensor | None = None
-) -> Tensor:
+def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float | Tensor = 0.0) -> Tensor:
     """Return initial + the sum of (scale * x)^2: fp64 scalar on the tensor's device; inf and NaN propagate.
 
     Gives the bits of `cpu_adam.sum_of_squares`. initial: a number, or a result of this function on the same device, so
-    that a sum over many tensors does not synchronise. out: the scalar to write, on the same device.
+    that a sum over many tensors does not synchronise.
     """
     n, device = tensor.numel(), _device("tensor", tensor)
     import infinity.native._adam_cuda as native
@@ -65,7 +63,7 @@ def sum_of_squares(
     if isinstance(initial, Tensor):
         start = {"initial_at": address_of("initial", initial, 1, torch.float64, device=device)}
     tiles = torch.empty(-(-n // native.SUM_TILE), dtype=torch.float64, device=device)
-    out = torch.empty((), dtype=torch.float64, device=device) if out is None else out
+    out = torch.empty((), dtype=torch.float64, device=device)
     results = {"out": address_of("out", out, 1, torch.float64, device=device), "tiles": tiles.data_ptr()}
     native.sum_of_squares(address, n, DTYPES[tensor.dtype], **results, scale=scale, **start, **_where(device))
     return out

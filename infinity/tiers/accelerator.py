@@ -83,8 +83,6 @@ class AcceleratorDevice(Device):
         torch.accelerator.set_device_index(device)
         self._to_device = torch.Stream(device)
         self._from_device = torch.Stream(device)
-        self._results = torch.Stream(device)
-        """Stream of `copy_result` where no kernel can store results (`infinity.tiers.results`)."""
         self._helper = threading.local()
         self._model_stream: torch.Stream | None = None
         """The stream on which a model's thread computed last."""
@@ -113,7 +111,7 @@ class AcceleratorDevice(Device):
         self._current_stream()
 
     def finish(self) -> None:
-        for stream in (self._to_device, self._from_device, self._results, self._model_stream):
+        for stream in (self._to_device, self._from_device, self._model_stream):
             if stream is not None:  # the model's stream may store a result
                 StreamTransfer(stream).wait()
 
@@ -146,24 +144,17 @@ class AcceleratorDevice(Device):
             return DONE
         stream = self._from_device if destination.is_cpu else self._to_device
         # Compute that is queued may still use the buffers.
-        return self._copy_on(
-            stream, destination, source, StreamTransfer(self._current_stream()) if after is None else after
-        )
+        _follow(stream, StreamTransfer(self._current_stream()) if after is None else after)
+        lane = "device_to_host" if destination.is_cpu else "host_to_device" if source.is_cpu else ""
+        with _current(stream), self.recorder.copy(lane, destination.nbytes, partial(self._clock.stamp, stream)):
+            destination.copy_(source, non_blocking=True)
+        return StreamTransfer(stream)
 
     def copy_result(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
         if source.is_cuda and cuda.available() and destination.is_pinned():
             store_on_host(destination, source)
             return self.compute_reached()
-        return self._copy_on(self._results, destination, source, StreamTransfer(self._current_stream()))
-
-    def _copy_on(
-        self, stream: torch.Stream, destination: torch.Tensor, source: torch.Tensor, after: Transfer
-    ) -> Transfer:
-        _follow(stream, after)
-        lane = "device_to_host" if destination.is_cpu else "host_to_device" if source.is_cpu else ""
-        with _current(stream), self.recorder.copy(lane, destination.nbytes, partial(self._clock.stamp, stream)):
-            destination.copy_(source, non_blocking=True)
-        return StreamTransfer(stream)
+        return self.copy(destination, source)
 
     def await_copy(self, transfer: Transfer) -> None:
         with self.recorder.wait("gather", "parameters"):
@@ -191,13 +182,11 @@ class AcceleratorDevice(Device):
         return DeviceInfo(self.torch_device.type, self.host_addressable, self._memory()[1], processors=processors)
 
     def available_bytes(self) -> int:
-        return self._memory()[0]
-
-    def cached_bytes(self) -> int:
         reserved, allocated = (getattr(self._library, f"memory_{kind}", None) for kind in ("reserved", "allocated"))
         if reserved is None or allocated is None:
-            return 0
-        return int(reserved(self.torch_device) - allocated(self.torch_device))
+            return self._memory()[0]
+        # torch keeps freed memory for its next allocations.
+        return self._memory()[0] + int(reserved(self.torch_device) - allocated(self.torch_device))
 
     def limit(self, nbytes: int) -> None:
         total = self._memory()[1]

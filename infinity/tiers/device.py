@@ -127,10 +127,6 @@ class Device(ABC):
     def finish(self) -> None:  # noqa: B027 - copies of the host are done on return
         """Wait for all copies that were issued. Their memory may be freed or reused afterwards."""
 
-    def cached_bytes(self) -> int:
-        """Return the bytes of the device's memory that torch keeps for its next allocations."""
-        return 0
-
     def limit(self, nbytes: int) -> None:  # noqa: B027 - nothing limits the host
         """Let torch allocate at most `nbytes` of the device's memory, until `lift_limit`."""
 

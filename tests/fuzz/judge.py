@@ -189,7 +189,9 @@ def _against_plain(case: Case, outcome: Outcome, plain: Outcome) -> Verdict:
     if plain.error is not None:
         kind = "unnoticed" if EDITED in str(plain.error) else "void"
         return Verdict(kind, f"plain: {summary(plain.error)}; the engine did not")
-    if not _is_finite(plain):  # an update of fp16 that the engine leaves out, too
+    if any(value != value for _, value in plain.values):
+        return Verdict("void", "plain: NaN")
+    if case.loop.dtype == "fp16" and not _is_finite(plain):  # the engine leaves out such an update
         return Verdict("void", "plain: not finite")
     apart = difference(outcome, plain, case.loop.dtype)
     if apart is None:

@@ -29,6 +29,12 @@ def device_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AcceleratorDevic
     return make
 
 
+def test_memory_that_torch_keeps_is_available(device_of: Callable[..., AcceleratorDevice]) -> None:
+    kept = {"memory_reserved": lambda device: 9 << 30, "memory_allocated": lambda device: 5 << 30}
+    assert device_of(**kept).available_bytes() == TOTAL + (4 << 30)
+    assert device_of().available_bytes() == TOTAL
+
+
 @pytest.mark.parametrize("before", [None, 0.75])
 def test_torch_gets_its_share_until_the_limit_is_lifted(
     before: float | None, device_of: Callable[..., AcceleratorDevice]
