@@ -58,8 +58,10 @@ class LateCopy:
 class CopyQueue:
     """Copies of one direction, in order. A thread carries out those that are due; a waiter does not wait for that."""
 
-    def __init__(self, delay: float) -> None:
+    def __init__(self, delay: float, memory: dict[int, torch.Tensor]) -> None:
         self.delay = delay
+        # Held by the thread of the queue too: a copy that nobody waited for may outlive its device.
+        self._memory = memory
         self.copies = 0
         self.overdue = 0
         """Copies that nobody had waited for when they were due."""
@@ -123,11 +125,11 @@ class LateDevice(Device):
     host_addressable = False
 
     def __init__(self, delay: float = 0.05) -> None:
-        self.to_device = CopyQueue(delay)
-        self.from_device = CopyQueue(delay)
+        self._memory: dict[int, torch.Tensor] = {}
+        self.to_device = CopyQueue(delay, self._memory)
+        self.from_device = CopyQueue(delay, self._memory)
         self.reached: list[Reached] = []
         """Every point that `compute_reached` returned."""
-        self._memory: dict[int, torch.Tensor] = {}
 
     def empty(self, nbytes: int) -> torch.Tensor:
         made = host_tensor(nbytes)

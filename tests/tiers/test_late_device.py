@@ -11,6 +11,9 @@ Mutations that these tests were seen to catch (each by losses or parameters that
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
 from collections import deque
 
 import pytest
@@ -56,6 +59,20 @@ def test_copies_of_one_direction_are_in_order_and_happen_unasked() -> None:
     while not third.done():
         pass
     assert (back == 2).all() and device.from_device.overdue == 1
+
+
+def test_a_copy_that_nobody_waited_for_may_outlive_its_device() -> None:
+    """The memory of the device stays until the copy has happened; then nothing keeps it."""
+    device = LateDevice(delay=0.05)
+    there = device.empty(1 << 22)
+    memory = weakref.ref(there)
+    done = device.copy(there, torch.full((1 << 22,), 3, dtype=torch.uint8))._executed
+    del device, there
+    gc.collect()
+    assert memory() is not None or done.is_set()
+    while memory() is not None:
+        time.sleep(0.001)
+    assert done.is_set()
 
 
 BATCHES = token_batches(8)
