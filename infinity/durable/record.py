@@ -1,9 +1,12 @@
 """The record of a commit: all of a step except the states in its slots. One small file per rank.
 
-    "INFDUR02" | bytes of the rest, u64 | CRC-32 of the rest, u32 | bytes of the JSON, u32 | JSON | blobs
+    "INFDUR02" | bytes of the rest, u64 | CRC-32, u32 | bytes of the JSON, u32 | JSON | blobs
 
-Numbers are little-endian. The JSON names the bytes of each blob. Commits alternate between two files, so a
-record that was cut short leaves the previous one.
+Numbers are little-endian. The JSON names the bytes of each blob. Commits alternate between two files, so a record that
+was cut short leaves the previous one.
+
+The CRC-32 is of the first 8 bytes and of the rest; in version 01 of the rest alone. All versions have the same head:
+the checksum tells a damaged version from a newer one.
 
 A record proves the files that it belongs to, which may have been copied at another moment: it has a digest of each
 extent (`infinity.tiers.digests`), the digest of the manifest's layout, and the job that wrote it, equal on all ranks.
@@ -31,8 +34,8 @@ DIGESTS, CHECKSUMS = "digests", "checksums"
 """Names of a record's blobs. The last has the checksums of the states' blocks, and is empty without `aio.checksum`."""
 
 _FORMAT = b"INFDUR"
+_FIRST = _FORMAT + b"01"
 _MAGIC = _FORMAT + b"02"
-_READABLE = (_FORMAT + b"01", _MAGIC)
 
 _HEAD = struct.Struct("<8sQI")
 _LENGTH = struct.Struct("<I")
@@ -101,7 +104,11 @@ class Record:
                 "pass less client_state, or make buffers that need not be saved non-persistent"
             )
         rest = b"".join((_LENGTH.pack(len(text)), text, *named.values()))
-        return _HEAD.pack(_MAGIC, len(rest), zlib.crc32(rest)) + rest
+        return _HEAD.pack(_MAGIC, len(rest), _checksum(_MAGIC, rest)) + rest
+
+
+def _checksum(magic: bytes, rest: bytes) -> int:
+    return zlib.crc32(rest, 0 if magic == _FIRST else zlib.crc32(magic))
 
 
 def read_record(path: Path) -> Record | None:
@@ -117,10 +124,10 @@ def read_record(path: Path) -> Record | None:
             if len(head) < _HEAD.size:
                 return None
             magic, nbytes, crc32 = _HEAD.unpack(head)
-            if magic not in _READABLE and magic.startswith(_FORMAT) and magic[len(_FORMAT) :].isdigit():
-                version = magic[len(_FORMAT) :].decode()
-                raise CheckpointError(f"{path} has format version {version}: use a newer Infinity")
-            if magic not in _READABLE or nbytes > min(os.fstat(file.fileno()).st_size, _LARGEST):
+            version = magic.removeprefix(_FORMAT)
+            if not (magic.startswith(_FORMAT) and version.isdigit()) or nbytes > min(
+                os.fstat(file.fileno()).st_size, _LARGEST
+            ):
                 return None
             rest = file.read(nbytes)
     except FileNotFoundError:
@@ -129,8 +136,10 @@ def read_record(path: Path) -> Record | None:
         if error.errno == errno.EINVAL:  # a pipe or a device
             return None
         raise CheckpointError(f"{path} cannot be read ({error.strerror}): check its drive and permissions") from error
-    if len(rest) < max(nbytes, _LENGTH.size) or zlib.crc32(rest) != crc32:
+    if len(rest) < max(nbytes, _LENGTH.size) or _checksum(magic, rest) != crc32:
         return None
+    if magic > _MAGIC:
+        raise CheckpointError(f"{path} has format version {version.decode()}: use a newer Infinity")
     try:
         return _unpacked(rest)
     except (LookupError, TypeError, ValueError, AttributeError, struct.error):

@@ -28,6 +28,7 @@ from infinity.durable.record import DIGESTS, Proof, read_record
 from infinity.errors import CheckpointError, UsageError
 from infinity.tiers.open_tiers import states_of
 from support.ranks import Group
+from support.records import of_version
 
 STEPS = 5
 RECORDS = ("record-0", "record-1")
@@ -301,8 +302,7 @@ def former(path: Path) -> None:
     record = read_record(path)
     assert record is not None
     blobs = {name: blob for name, blob in record.blobs.items() if name != DIGESTS}
-    content = replace(record, proof=Proof(), blobs=blobs).packed()
-    path.write_bytes(content.replace(b"INFDUR02", b"INFDUR01", 1))
+    path.write_bytes(of_version(replace(record, proof=Proof(), blobs=blobs).packed(), b"01"))
 
 
 @pytest.mark.parametrize("options", [{}, {"bf16": False, "unit_size": 1 << 30}], ids=["the same layout", "another"])
@@ -355,7 +355,7 @@ def test_a_record_of_a_newer_version_is_refused_by_name(tmp_path: Path) -> None:
     with opened(str(tmp_path), 1) as engine:
         train(engine, range(1))
     path = record_file(tmp_path / "run" / "0001", 0, 1)
-    path.write_bytes(path.read_bytes().replace(b"INFDUR02", b"INFDUR03", 1))
+    path.write_bytes(of_version(path.read_bytes(), b"03"))
     with pytest.raises(CheckpointError, match=r"record-1 has format version 03: use a newer Infinity"):
         opened(str(tmp_path), 1)
 

@@ -18,6 +18,7 @@ from infinity.errors import CheckpointError, StorageError
 from support.configs import engine_config
 from support.loops import open_engine, train
 from support.models import Linears, seeded, vector_batches
+from support.records import of_version
 
 BATCHES = vector_batches(5)
 RECORDS = ("rank-00000.record-0", "rank-00000.record-1")
@@ -176,6 +177,6 @@ def test_a_check_of_a_copy_names_no_other_folder(trained: tuple[Path, int], tmp_
         (fault,) = condition(held, run, verify=True).faults
     assert fault.startswith(f"rank 0: {run / '0001'} has files of different runs")
     for record in RECORDS:
-        (run / "0001" / record).write_bytes(b"INFDUR99" + bytes(40))
+        (run / "0001" / record).write_bytes(of_version(bytes(40), b"99"))
     with pytest.raises(CheckpointError, match=rf"^{run}/0001/rank-00000.record-0 has format version 99"):
         is_intact(run)

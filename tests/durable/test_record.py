@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from hypothesis import given, strategies as st
 
 from infinity.durable import record as module
 from infinity.durable.record import Progress, Record, confirm, read_record, write_record
-from infinity.errors import StorageError
+from infinity.errors import CheckpointError, StorageError
+from support.records import of_version
 
 RECORD = Record(
     number=7,
@@ -50,6 +52,24 @@ def test_a_record_with_another_byte_counts_as_none(
     path = tmp_path_factory.mktemp("records") / "record"
     path.write_bytes(content)
     assert read_record(path) is None
+
+
+@pytest.mark.parametrize("version", [b"01", b"02"])
+def test_a_record_with_another_byte_in_its_version_counts_as_none(tmp_path: Path, version: bytes) -> None:
+    """A damaged version is neither an older nor a newer one, whose record would be misread or refused."""
+    content = of_version(RECORD.packed(), version)
+    path = tmp_path / "record"
+    path.write_bytes(content)
+    assert read_record(path) == RECORD
+    for place, change in itertools.product(range(8), range(1, 256)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ change]) + content[place + 1 :])
+        assert read_record(path) is None, (place, change)
+
+
+def test_a_record_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "record").write_bytes(of_version(b"another content", b"03", head=0))
+    with pytest.raises(CheckpointError, match=r"record has format version 03: use a newer Infinity"):
+        read_record(tmp_path / "record")
 
 
 def test_a_missing_record_and_a_pipe_count_as_none(tmp_path: Path) -> None:
