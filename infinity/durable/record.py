@@ -1,12 +1,12 @@
 """The record of a commit: all of a step except the states in its slots. One small file per rank.
 
-    "INFDUR02" | bytes of the rest, u64 | CRC-32, u32 | bytes of the JSON, u32 | JSON | blobs
+    "INFDUR03" | bytes of the rest, u64 | CRC-32, u32 | bytes of the JSON, u32 | JSON | blobs
 
 Numbers are little-endian. The JSON names the bytes of each blob. Commits alternate between two files, so a record that
 was cut short leaves the previous one.
 
-The CRC-32 is of the first 8 bytes and of the rest; in version 01 of the rest alone. All versions have the same head:
-the checksum tells a damaged version from a newer one.
+The CRC-32 is of the first 8 bytes and of the rest; before version 03 of the rest alone. Every version has this head, so
+that the checksum tells a damaged version from a newer one.
 
 A record proves the files that it belongs to, which may have been copied at another moment: it has a digest of each
 extent (`infinity.tiers.digests`), the digest of the manifest's layout, and the job that wrote it, equal on all ranks.
@@ -34,8 +34,9 @@ DIGESTS, CHECKSUMS = "digests", "checksums"
 """Names of a record's blobs. The last has the checksums of the states' blocks, and is empty without `aio.checksum`."""
 
 _FORMAT = b"INFDUR"
-_FIRST = _FORMAT + b"01"
-_MAGIC = _FORMAT + b"02"
+_MAGIC = _FORMAT + b"03"
+_FORMER = (_FORMAT + b"01", _FORMAT + b"02")
+"""Readable versions whose checksum does not cover the version."""
 
 _HEAD = struct.Struct("<8sQI")
 _LENGTH = struct.Struct("<I")
@@ -108,7 +109,7 @@ class Record:
 
 
 def _checksum(magic: bytes, rest: bytes) -> int:
-    return zlib.crc32(rest, 0 if magic == _FIRST else zlib.crc32(magic))
+    return zlib.crc32(rest, 0 if magic in _FORMER else zlib.crc32(magic))
 
 
 def read_record(path: Path) -> Record | None:
@@ -125,9 +126,9 @@ def read_record(path: Path) -> Record | None:
                 return None
             magic, nbytes, crc32 = _HEAD.unpack(head)
             version = magic.removeprefix(_FORMAT)
-            if not (magic.startswith(_FORMAT) and version.isdigit()) or nbytes > min(
-                os.fstat(file.fileno()).st_size, _LARGEST
-            ):
+            if version == magic or not version.isdigit():
+                return None
+            if nbytes > min(os.fstat(file.fileno()).st_size, _LARGEST):
                 return None
             rest = file.read(nbytes)
     except FileNotFoundError:

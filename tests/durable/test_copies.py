@@ -355,8 +355,8 @@ def test_a_record_of_a_newer_version_is_refused_by_name(tmp_path: Path) -> None:
     with opened(str(tmp_path), 1) as engine:
         train(engine, range(1))
     path = record_file(tmp_path / "run" / "0001", 0, 1)
-    path.write_bytes(of_version(path.read_bytes(), b"03"))
-    with pytest.raises(CheckpointError, match=r"record-1 has format version 03: use a newer Infinity"):
+    path.write_bytes(of_version(path.read_bytes(), b"04"))
+    with pytest.raises(CheckpointError, match=r"record-1 has format version 04: use a newer Infinity"):
         opened(str(tmp_path), 1)
 
 

@@ -54,21 +54,25 @@ def test_a_record_with_another_byte_counts_as_none(
     assert read_record(path) is None
 
 
-@pytest.mark.parametrize("version", [b"01", b"02"])
-def test_a_record_with_another_byte_in_its_version_counts_as_none(tmp_path: Path, version: bytes) -> None:
-    """A damaged version is neither an older nor a newer one, whose record would be misread or refused."""
+@pytest.mark.parametrize("version", [b"01", b"02", b"03"])
+def test_a_damaged_version_is_no_newer_one(tmp_path: Path, version: bytes) -> None:
+    """The record counts as none, since the run would be refused otherwise. The checksum of former versions covers the
+    content alone: their record is read if the damage leads from one to the other.
+    """
     content = of_version(RECORD.packed(), version)
     path = tmp_path / "record"
     path.write_bytes(content)
     assert read_record(path) == RECORD
     for place, change in itertools.product(range(8), range(1, 256)):
         path.write_bytes(content[:place] + bytes([content[place] ^ change]) + content[place + 1 :])
-        assert read_record(path) is None, (place, change)
+        damaged = path.read_bytes()[6:8]
+        is_former = place == 7 and {version, damaged} == {b"01", b"02"}
+        assert read_record(path) == (RECORD if is_former else None), (place, change)
 
 
 def test_a_record_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "record").write_bytes(of_version(b"another content", b"03", head=0))
-    with pytest.raises(CheckpointError, match=r"record has format version 03: use a newer Infinity"):
+    (tmp_path / "record").write_bytes(of_version(b"another content", b"04", head=0))
+    with pytest.raises(CheckpointError, match=r"record has format version 04: use a newer Infinity"):
         read_record(tmp_path / "record")
 
 

@@ -14,5 +14,5 @@ def of_version(content: bytes, version: bytes, *, head: int = HEAD) -> bytes:
     head: bytes of the head of `content`.
     """
     magic, rest = b"INFDUR" + version, content[head:]
-    checksum = zlib.crc32(rest) if version == b"01" else zlib.crc32(magic + rest)
+    checksum = zlib.crc32(rest) if version in (b"01", b"02") else zlib.crc32(magic + rest)
     return magic + struct.pack("<QI", len(rest), checksum) + rest
