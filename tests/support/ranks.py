@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,15 +44,16 @@ class Group:
     def run(self, case: Case, /, timeout: float = 60, dies: int | None = None, **options: Any) -> list[Any]:
         """The results of `case(rank, **options)` by rank.
 
-        RankFailed if one raised or took longer than `timeout` seconds; the group starts anew after that, since its
-        ranks may wait for each other. dies: a rank whose process ends or stops in the case, for which the result is
+        RankFailed if one raised or took longer than `timeout` seconds, with the stacks of the ranks that hang; the
+        group starts anew after that, since its ranks may wait for each other. dies: a rank whose process ends or stops in the case, for which the result is
         None; the group starts anew after that too.
         """
         if not self._processes:
             self._start()
         for pipe in self._pipes:
             pipe.send((case, options))
-        answers = []
+        answers: list[Any] = []
+        hanging: list[int] = []
         failed = ""
         for rank, pipe in enumerate(self._pipes):
             if rank == dies:
@@ -60,14 +66,23 @@ class Group:
             except EOFError:
                 done, answer = False, "the process ended"
             failed += "" if done else f"\nrank {rank}: {answer}"
+            hanging += [] if done or "hangs" not in answer else [rank]
             # Its own memory: what arrives is shared, and takes a file descriptor for each tensor as long as it lives.
             answers.append(tree_map_only(torch.Tensor, torch.clone, answer))
         if failed:
+            failed += "".join(f"\nstacks of rank {rank}:\n{self._stacks(rank)}" for rank in hanging)
             self.stop()
             raise RankFailed(failed)
         if dies is not None:
             self.stop()
         return answers
+
+    def _stacks(self, rank: int) -> str:
+        """Where the threads of a rank are."""
+        with suppress(ProcessLookupError):
+            os.kill(self._processes[rank].pid, signal.SIGUSR2)
+        time.sleep(1)  # a handler in C writes them, which needs no turn of the interpreter
+        return Path(_stacks_file(self._folder, rank)).read_text()
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -97,8 +112,14 @@ class Group:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def _stacks_file(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"stacks of {rank}")
+
+
 def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    stacks = open(_stacks_file(os.path.dirname(meeting), rank), "w")  # noqa: SIM115 - as long as the process lives
+    faulthandler.register(signal.SIGUSR2, file=stacks)
     import torch.distributed as dist
 
     torch.set_num_threads(1)
