@@ -29,7 +29,7 @@ import torch
 import harness
 from adam_cases import CASES, DTYPES, HYPER, TORCH, Case
 from infinity.native import _adam
-from infinity.rules import MOMENTS
+from infinity.rules import RULES
 from infinity.tiers.memory import host_tensor
 from report.page import load, publish
 
@@ -52,7 +52,7 @@ def allocate(case: Case, n: int) -> dict[str, torch.Tensor]:
 def update(case: Case, n: int, isa: str, threads: int) -> Run:
     arrays = allocate(case, n)
     arrays["grad"][: n * DTYPES[case.gradient].itemsize].view(DTYPES[case.gradient]).normal_(0, 1e-3)
-    count = MOMENTS[case.rule]
+    count = len(RULES[case.rule].moments)
     given: dict[str, Any] = {name: arrays[name].data_ptr() if name in arrays else 0 for name in ("param", "master")}
     given |= {"grad": arrays["grad"].data_ptr(), "moments": [arrays[f"moment{k}"].data_ptr() for k in range(count)]}
     given["scales"] = [arrays[f"scale{k}"].data_ptr() for k in range(count) if f"scale{k}" in arrays]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from infinity.plan.formats import BLOCK
-from infinity.rules import MOMENTS
+from infinity.rules import RULES
 
 HYPER: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,7 +49,7 @@ class Case:
         if MASTERS[self.format]:
             arrays["master"] = (MASTERS[self.format], True)
         arrays["grad"] = (DTYPES[self.gradient].itemsize, False)
-        for k in range(MOMENTS[self.rule]):
+        for k in range(len(RULES[self.rule].moments)):
             arrays[f"moment{k}"] = (width, True)
             if self.moments == "8bit":
                 arrays[f"scale{k}"] = (1 / BLOCK, True)

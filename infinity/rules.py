@@ -1,38 +1,202 @@
-"""Optimizer rules: names, moments and hyper-parameters, as in torch.optim."""
+"""Optimizer rules: one row for each, and the hyper-parameters of a parameter group.
+
+`RULES` is the only place that states a fact about a rule. The config's sections, the optimizers that `initialize`
+accepts, torch's state dicts, imports of checkpoints and the states' formats derive from it. A rule's arithmetic is in
+`csrc/adam/rules.h`, where `csrc/adam/types.h` repeats its name and its number of moments.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Real
 from typing import Any, Literal
 
 from infinity.errors import ConfigError
 
-__all__ = ["HYPER_KEYS", "MOMENTS", "MOMENT_NAMES", "ROOTS", "Hyper", "MomentFormat", "Rule"]
+__all__ = ["RULES", "Constant", "Hyper", "MomentFormat", "Rule", "RuleName", "in_words", "rule_of_type"]
 
-Rule = Literal["adam", "adamw", "adagrad", "lion", "sgd"]
+RuleName = Literal["adam", "adamw", "adagrad", "lion", "sgd"]
 MomentFormat = Literal["fp32", "bf16", "8bit"]
 
-MOMENT_NAMES: dict[Rule, tuple[str, ...]] = {
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "adagrad": ("sum",),
-    "lion": ("exp_avg",),
-    "sgd": ("momentum_buffer",),
-}
-"""Rule → names of its moments, as in torch.optim."""
-MOMENTS: dict[Rule, int] = {rule: len(names) for rule, names in MOMENT_NAMES.items()}
-ROOTS = ("exp_avg_sq", "sum")
-"""Moments that are sums or means of squares. Their 8-bit codes hold the square root."""
-HYPER_KEYS: dict[Rule, tuple[str, ...]] = {
-    "adam": ("lr", "betas", "eps", "weight_decay"),
-    "adamw": ("lr", "betas", "eps", "weight_decay"),
-    "adagrad": ("lr", "lr_decay", "eps", "weight_decay"),
-    "lion": ("lr", "betas", "weight_decay"),
-    "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
-}
-"""Rule → the fields of `Hyper` that it reads, which are the keys of its param_groups, named as in torch.optim."""
+
+@dataclass(frozen=True)
+class Constant:
+    """A hyper-parameter: a field of `Hyper`, a key of param_groups and of the config's `optimizer.params`."""
+
+    name: str
+    default: Any
+    """Default in the config."""
+    kind: Literal["number", "positive", "betas", "switch"]
+    """Values that the config accepts: from 0, above 0, two numbers in [0, 1), or a boolean."""
+    meaning: str
+    deepspeed: Any = None
+    """DeepSpeed's default, as in JSON, where it differs."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rule:
+    """An optimizer rule. Rows are compared by identity."""
+
+    name: RuleName
+    """Name in the native kernels and in checkpoints."""
+    type: str
+    """Name in the config's `optimizer.type`: `name` with capitals."""
+    source: str
+    """Who published it, for the documentation."""
+    moments: tuple[str, ...]
+    """Names of its states, as in torch.optim."""
+    roots: tuple[str, ...] = ()
+    """Moments that are sums or means of squares. Their 8-bit codes hold the square root."""
+    about: str
+    """First sentence of the documentation of its constants."""
+    constants: tuple[Constant, ...]
+    torch: str = ""
+    """Name of torch's class in torch.optim; "" if it has none."""
+    torch_keys: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of a param_group of torch's class, with the values that an engine has."""
+    marks: tuple[str, ...] = ()
+    """Keys of param_groups that no other optimizer has."""
+    counts_steps: bool = True
+    """False: torch's class keeps no step count, and no moment before the second step."""
+    has_states_at_first: bool = False
+    """True: torch's class creates its states when it is constructed."""
+    is_deepspeeds: bool = True
+    """True if DeepSpeed has an optimizer of its own for the rule; it constructs torch's for others."""
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """The fields of `Hyper` that it reads, which are the keys of its param_groups, named as in torch.optim."""
+        return tuple(constant.name for constant in self.constants)
+
+    @property
+    def is_adam(self) -> bool:
+        """True for Adam and AdamW, which are one class in torch."""
+        return "decoupled_weight_decay" in self.torch_keys
+
+    @property
+    def decouples(self) -> bool:
+        """True for AdamW. Tells it from Adam."""
+        return bool(self.torch_keys.get("decoupled_weight_decay"))
+
+
+_RATE = "Learning rate; a scheduler changes it from step to step."
+_DECOUPLED = "Weight decay: the parameter is multiplied by 1 − lr × this."
+_ADDED = "Weight decay: this × parameter is added to the gradient."
+_OF_TORCH = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
+
+_ADAM = (
+    Constant("lr", 1e-3, "number", _RATE),
+    Constant("betas", (0.9, 0.999), "betas", "Decay of the running means of the gradient and of its square."),
+    Constant("eps", 1e-8, "positive", "Added to the root of the second moment."),
+)
+
+_ROWS = (
+    Rule(
+        name="adamw",
+        type="AdamW",
+        source="Adam with decoupled weight decay (Loshchilov & Hutter 2019).",
+        moments=("exp_avg", "exp_avg_sq"),
+        roots=("exp_avg_sq",),
+        about="Constants of AdamW, named and defaulted as in torch.optim.",
+        constants=(*_ADAM, Constant("weight_decay", 0.01, "number", _DECOUPLED, deepspeed=0.0)),
+        torch="AdamW",
+        torch_keys={**_OF_TORCH, "amsgrad": False, "capturable": False, "decoupled_weight_decay": True},
+    ),
+    Rule(
+        name="adam",
+        type="Adam",
+        source="Adam (Kingma & Ba 2015).",
+        moments=("exp_avg", "exp_avg_sq"),
+        roots=("exp_avg_sq",),
+        about="Constants of Adam, named and defaulted as in torch.optim.",
+        constants=(*_ADAM, Constant("weight_decay", 0.0, "number", _ADDED)),
+        torch="Adam",
+        torch_keys={**_OF_TORCH, "amsgrad": False, "capturable": False, "decoupled_weight_decay": False},
+    ),
+    Rule(
+        name="adagrad",
+        type="Adagrad",
+        source="Adagrad (Duchi, Hazan & Singer 2011).",
+        moments=("sum",),
+        roots=("sum",),
+        about="Constants of Adagrad, named and defaulted as in torch.optim.",
+        constants=(
+            Constant("lr", 1e-2, "number", _RATE),
+            Constant("lr_decay", 0.0, "number", "The learning rate is divided by 1 + (step − 1) × this."),
+            Constant("eps", 1e-10, "positive", "Added to the root of the sum of squares, which starts at 0."),
+            Constant("weight_decay", 0.0, "number", _ADDED),
+        ),
+        torch="Adagrad",
+        torch_keys={**_OF_TORCH, "initial_accumulator_value": 0.0},
+        marks=("lr_decay", "initial_accumulator_value"),
+        has_states_at_first=True,
+    ),
+    Rule(
+        name="lion",
+        type="Lion",
+        source="Lion (Chen et al. 2023).",
+        moments=("exp_avg",),
+        about="Constants of Lion, with its authors' defaults. Updates are signs, so a tenth of AdamW's lr is usual.",
+        constants=(
+            Constant("lr", 1e-4, "number", _RATE, deepspeed=1e-3),
+            Constant(
+                "betas",
+                (0.9, 0.99),
+                "betas",
+                "Weight of the mean of gradients in a step, and decay of that mean.",
+                deepspeed=[0.9, 0.999],
+            ),
+            Constant("weight_decay", 0.0, "number", _DECOUPLED),
+        ),
+    ),
+    Rule(
+        name="sgd",
+        type="SGD",
+        source="Stochastic gradient descent with momentum.",
+        moments=("momentum_buffer",),
+        about="Constants of SGD, named and defaulted as in torch.optim.",
+        constants=(
+            Constant("lr", 1e-3, "number", _RATE),
+            Constant(
+                "momentum",
+                0.0,
+                "number",
+                "Decay of the momentum buffer. The buffer is stored in the format of `infinity.moments`, even if this "
+                "is 0.",
+            ),
+            Constant(
+                "dampening",
+                0.0,
+                "number",
+                "The gradient is multiplied by 1 − this before it is added to the momentum buffer.",
+            ),
+            Constant("weight_decay", 0.0, "number", _ADDED),
+            Constant("nesterov", False, "switch", "Nesterov momentum; requires momentum > 0 and no dampening."),
+        ),
+        torch="SGD",
+        torch_keys=_OF_TORCH,
+        marks=("dampening",),
+        counts_steps=False,
+        is_deepspeeds=False,
+    ),
+)
+
+RULES: dict[RuleName, Rule] = {rule.name: rule for rule in _ROWS}
+"""Name → rule. The first is the config's default."""
+
+
+def rule_of_type(kind: str) -> Rule | None:
+    """Return the rule with this `optimizer.type`, in any case."""
+    return next((rule for rule in _ROWS if rule.name == kind.lower()), None)
+
+
+def in_words(rules: Iterable[Rule]) -> str:
+    """Return the types of `rules`, such as "AdamW, Adam or SGD"."""
+    *others, last = [rule.type for rule in rules]
+    return f"{', '.join(others)} or {last}" if others else last
+
 
 _LARGEST = (2 - 2**-23) * 2.0**127
 """The largest fp32."""
@@ -40,29 +204,24 @@ _LARGEST = (2 - 2**-23) * 2.0**127
 
 @dataclass(frozen=True)
 class Hyper:
-    """Hyper-parameters of one parameter group. A rule reads only the fields in `HYPER_KEYS`.
+    """Hyper-parameters of one parameter group. A rule reads only the fields in its `keys`.
 
     Raises ConfigError for values out of range.
     """
 
-    rule: Rule = "adamw"
-    """adamw and lion decouple the weight decay from the gradient; adam, adagrad and sgd add it to the gradient."""
+    rule: RuleName = "adamw"
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
-    """Read by adam, adamw and lion."""
     eps: float = 1e-8
-    """Read by adam, adamw and adagrad."""
     weight_decay: float = 0.01
     momentum: float = 0.0
-    """Read by sgd, like dampening and nesterov."""
     dampening: float = 0.0
     nesterov: bool = False
     lr_decay: float = 0.0
-    """Read by adagrad."""
 
     def __post_init__(self) -> None:
-        if self.rule not in MOMENTS:
-            raise ConfigError(f"rule is {self.rule!r}: give one of {', '.join(MOMENTS)}")
+        if self.rule not in RULES:
+            raise ConfigError(f"rule is {self.rule!r}: give one of {', '.join(RULES)}")
         for name in ("lr", "eps", "weight_decay", "momentum", "lr_decay"):
             value = getattr(self, name)
             if not _is_number(value) or not 0.0 <= value <= _LARGEST:
@@ -91,6 +250,10 @@ class Hyper:
             "lr_decay": self.lr_decay,
             "nesterov": self.nesterov,
         }
+
+    def by_key(self) -> dict[str, Any]:
+        """Return key → value, for a param_group of the rule."""
+        return {name: getattr(self, name) for name in RULES[self.rule].keys}
 
 
 def _is_number(value: object) -> bool:

@@ -58,12 +58,12 @@ Format to_format(const std::string& name) {
 }
 
 Rule to_rule(const std::string& name) {
-    if (name == "adam") return Rule::kAdam;
-    if (name == "adamw") return Rule::kAdamW;
-    if (name == "adagrad") return Rule::kAdagrad;
-    if (name == "lion") return Rule::kLion;
-    if (name == "sgd") return Rule::kSgd;
-    refuse("rule is '" + name + "': pass 'adam', 'adamw', 'adagrad', 'lion' or 'sgd'");
+    std::string known;
+    for (std::size_t i = 0; i < kRules; ++i) {
+        if (name == kRuleRows[i].name) return static_cast<Rule>(i);
+        known += (i == 0 ? "'" : i + 1 == kRules ? " or '" : ", '") + std::string(kRuleRows[i].name) + "'";
+    }
+    refuse("rule is '" + name + "': pass " + known);
 }
 
 Moments to_moments(const std::string& name) {

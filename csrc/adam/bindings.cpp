@@ -162,6 +162,9 @@ PYBIND11_MODULE(_adam, m) {
     m.def("first_touch", &py_first_touch, "address"_a, "nbytes"_a, "threads"_a = 0,
           "Write zeros with the threads of an update there.");
     m.attr("BLOCK") = kBlock;
+    py::tuple rules(kRules);
+    for (std::size_t i = 0; i < kRules; ++i) rules[i] = py::make_tuple(kRuleRows[i].name, kRuleRows[i].moments);
+    m.attr("RULES") = rules;
     m.def("sum_of_squares", &py_sum_of_squares, "address"_a, "n"_a, "dtype"_a, py::kw_only(), "scale"_a = 1.0,
           "initial"_a = 0.0, "threads"_a = 0, "isa"_a = "auto",
           "Return initial + sum of (scale * x)^2 in fp64, bit-identical for any number of threads.");

@@ -39,10 +39,16 @@ inline constexpr std::size_t kBlock = 256;
 
 // Update rules; see rules.h.
 enum class Rule : std::uint8_t { kAdam = 0, kAdamW = 1, kAdagrad = 2, kLion = 3, kSgd = 4 };
-inline constexpr std::size_t kRules = 5;
 
-// Returns the number of moments of a rule.
-INFINITY_FN constexpr std::size_t moments_of(Rule rule) { return rule == Rule::kAdam || rule == Rule::kAdamW ? 2 : 1; }
+// The row of infinity/rules.py that kernels need, by the rule's number.
+struct RuleRow {
+    const char* name;
+    std::size_t moments;
+};
+inline constexpr RuleRow kRuleRows[] = {{"adam", 2}, {"adamw", 2}, {"adagrad", 1}, {"lion", 1}, {"sgd", 1}};
+inline constexpr std::size_t kRules = sizeof(kRuleRows) / sizeof(kRuleRows[0]);
+
+constexpr std::size_t moments_of(Rule rule) { return kRuleRows[static_cast<std::size_t>(rule)].moments; }
 
 // Flat arrays of n elements each.
 struct Arrays {

@@ -23,7 +23,7 @@ from infinity.errors import CheckpointError
 from infinity.inputs import is_file_name, member, parse_json, read_input
 from infinity.plan.formats import StateKind, moment_kinds
 from infinity.plan.layout import Slot
-from infinity.rules import MomentFormat, Rule
+from infinity.rules import MomentFormat, RuleName
 from infinity.units.compiled import own_name
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Index:
         entry = self.parameters[name]
         if not entry.trainable:
             return (StateKind("param", entry.torch_dtype),)
-        rule = cast(Rule, self.optimizer.lower())
+        rule = cast(RuleName, self.optimizer.lower())
         return (StateKind("master", torch.float32), *moment_kinds(rule, self.moments))
 
     def to_json(self) -> str:
@@ -207,7 +207,7 @@ def _checker() -> TypeAdapter[Index]:
 def _problems(index: Index, *, has_checksums: bool) -> Iterator[str]:
     """Yield what the types of fields do not show. has_checksums: the version has a checksum of every file."""
     yield from (f"the file name {file!r}" for file in index.file_bytes if not is_file_name(file))
-    if index.parameters and index.optimizer.lower() not in get_args(Rule):
+    if index.parameters and index.optimizer.lower() not in get_args(RuleName):
         yield f"the optimizer, which is {index.optimizer!r:.40}"
     counts = [index.global_steps, index.skipped_steps, *index.file_bytes.values(), *index.file_crc32.values()]
     counts += [count for entry in index.parameters.values() for count in (*entry.shape, entry.step)]

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from infinity.comm.communicator import Communicator
 from infinity.plan.plan import Plan
-from infinity.rules import MomentFormat, Rule
+from infinity.rules import MomentFormat, RuleName
 from infinity.tiers.device import Device
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
@@ -37,7 +37,7 @@ class Run:
 
     optimizer: str
     """Type of the optimizer, as in the config."""
-    rule: Rule
+    rule: RuleName
     moments: MomentFormat
     seed: int
     """Seed of the stochastic rounding of moments."""

@@ -21,7 +21,7 @@ from infinity.plan.formats import MasterFormat, StateFormat, StateKind, state_fo
 from infinity.plan.layout import SLOT_ALIGNMENT, Slot, UnitLayout
 from infinity.plan.placement import CALLED, State
 from infinity.plan.stripe import LARGEST_CHUNK, SMALLEST_CHUNK, pieces, shares
-from infinity.rules import MomentFormat, Rule
+from infinity.rules import MomentFormat, RuleName
 from infinity.tiers.digests import PART as PART_READ, Digests, Read, digest_of
 from infinity.tiers.files import alignment, open_direct
 from infinity.tiers.io import open_engine
@@ -263,7 +263,7 @@ class Shards:
 
     def _check_formats(self) -> None:
         layout = self.ranks[0].layout
-        rule, moments = cast(Rule, layout["rule"]), cast(MomentFormat, layout["moments"])
+        rule, moments = cast(RuleName, layout["rule"]), cast(MomentFormat, layout["moments"])
         for unit in self.ranks[0].units:
             formats = [state_format(unit.layout.dtype, master, rule, moments) for master in _MASTERS]
             _require(not unit.layout.trainable or unit.states in formats, f"the states of unit {unit.layout.name}")

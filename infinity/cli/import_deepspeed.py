@@ -10,12 +10,12 @@ from infinity.cli.console import check_one_of, one_line_errors, printable, progr
 def run(checkpoint: Path, out: Path, tag: str | None, optimizer: str | None) -> None:
     """Run the command; see its help."""
     with one_line_errors():
-        from infinity.integrations.deepspeed_optimizer import OPTIMIZERS
         from infinity.integrations.import_deepspeed import import_deepspeed
         from infinity.observe.units import counted, show_bytes
+        from infinity.rules import RULES
 
         if optimizer is not None:
-            check_one_of("--optimizer", optimizer, OPTIMIZERS)
+            check_one_of("--optimizer", optimizer, [rule.type for rule in RULES.values()])
         with progress(shown=True) as step:
             folder = import_deepspeed(checkpoint, out, tag=tag, optimizer=optimizer, step=step)
         files = [file for file in folder.iterdir() if file.is_file()]

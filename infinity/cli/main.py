@@ -14,6 +14,8 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
+from infinity.rules import RULES, in_words
+
 
 class _Commands(typer.core.TyperGroup):
     """Command group that reports in one line that the help text could not be written."""
@@ -506,7 +508,7 @@ def import_deepspeed(
     tag: Annotated[str | None, typer.Option(help="Tag of the checkpoint; by default the last one saved.")] = None,
     optimizer: Annotated[
         str | None,
-        typer.Option(help="AdamW, Adam, Adagrad, Lion or SGD; needed only if the checkpoint does not show it."),
+        typer.Option(help=f"{in_words(RULES.values())}; needed only if the checkpoint does not show it."),
     ] = None,
 ) -> None:
     """Convert a DeepSpeed checkpoint to one of Infinity: ZeRO stages 0 to 3 or universal, of any number of ranks.

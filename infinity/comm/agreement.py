@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from infinity.plan.layout import UnitLayout
-from infinity.rules import HYPER_KEYS
+from infinity.rules import RULES
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -76,7 +76,7 @@ def groups_in_common(config: Config, groups: Sequence[Mapping[str, Any]]) -> lis
     return [
         f"param_group {number} has {name} = {_plain(group.get(name, everywhere.get(name)))}"
         for number, group in enumerate(groups)
-        for name in HYPER_KEYS[config.optimizer.rule]
+        for name in RULES[config.optimizer.rule].keys
     ]
 
 

@@ -9,7 +9,7 @@ from enum import IntEnum
 from itertools import chain
 
 from infinity.plan.layout import UnitLayout
-from infinity.rules import MOMENT_NAMES
+from infinity.rules import RULES
 
 _FLAGS = 62
 """Flags in an exchanged word, an int64."""
@@ -76,7 +76,7 @@ _OF_STATE = {"master": "fp32_param", "gradient": "grad"}
 CALLS = frozenset(_FUNCTIONS)
 """Calls of the script, which exchange nothing."""
 _SYNCHRONOUS = frozenset(Operation) - CALLS - {Operation.BROADCAST, Operation.GIVE_UP}
-_STATES = ("master", "gradient", *dict.fromkeys(chain(*MOMENT_NAMES.values())))
+_STATES = ("master", "gradient", *dict.fromkeys(chain(*(rule.moments for rule in RULES.values()))))
 """Names of a parameter's states, which an announcement counts."""
 _COUNT = 32
 """Lowest bit of the number of units in the length of a call for several."""

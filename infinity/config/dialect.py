@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from infinity.config.draft import Draft
 from infinity.config.tree import ABSENT, look
+from infinity.rules import RULES
 
 DEFAULTS: Mapping[str, object] = {
     "zero_optimization.stage": 0,
@@ -16,8 +17,8 @@ DEFAULTS: Mapping[str, object] = {
 """Full dotted name of a key → DeepSpeed's default."""
 
 OF_OPTIMIZER: Mapping[str, Mapping[str, object]] = {
-    "adamw": {"weight_decay": 0.0},
-    "lion": {"lr": 1e-3, "betas": [0.9, 0.999]},
+    rule.name: {constant.name: constant.deepspeed for constant in rule.constants if constant.deepspeed is not None}
+    for rule in RULES.values()
 }
 """Name of an optimizer → parameter → DeepSpeed's default."""
 

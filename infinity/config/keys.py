@@ -29,7 +29,11 @@ class Key(NamedTuple):
 
     @property
     def description(self) -> str:
-        """The docstring under the field, read from the source of the class that declares it; "" without one."""
+        """The field's description, or the docstring under it in the source of the class that declares it; "" without
+        one.
+        """
+        if self.field.description is not None:
+            return self.field.description
         declared_in = next(cls for cls in self.model.__mro__ if self.name in inspect.get_annotations(cls))
         return _docstrings(declared_in).get(self.name, "")
 

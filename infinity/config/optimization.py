@@ -3,167 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, cast
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from infinity.config.fields import Beta, Count, CountOrZero, Fraction, Number, Positive, Section, Switch
+from infinity.rules import RULES, Rule, RuleName, rule_of_type
 
-if TYPE_CHECKING:
-    from infinity.rules import Rule
-
-
-class AdamParams(Section):
-    """Constants of Adam, named and defaulted as in torch.optim."""
-
-    lr: Number = 1e-3
-    """Learning rate; a scheduler changes it from step to step."""
-
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay of the running means of the gradient and of its square."""
-
-    eps: Positive = 1e-8
-    """Added to the root of the second moment."""
-
-    weight_decay: Number = 0.0
-    """Weight decay: this × parameter is added to the gradient."""
+_TYPES: dict[str, Any] = {"number": Number, "positive": Positive, "betas": tuple[Beta, Beta], "switch": Switch}
+"""Kind of a `Constant` → type of its key."""
 
 
-class AdamWParams(AdamParams):
-    """Constants of AdamW, named and defaulted as in torch.optim."""
+class OptimizerParams(Section):
+    """Constants of a rule."""
 
-    weight_decay: Number = 0.01
-    """Weight decay: the parameter is multiplied by 1 − lr × this."""
-
-
-class AdagradParams(Section):
-    """Constants of Adagrad, named and defaulted as in torch.optim."""
-
-    lr: Number = 1e-2
-    """Learning rate; a scheduler changes it from step to step."""
-
-    lr_decay: Number = 0.0
-    """The learning rate is divided by 1 + (step − 1) × this."""
-
-    eps: Positive = 1e-10
-    """Added to the root of the sum of squares, which starts at 0."""
-
-    weight_decay: Number = 0.0
-    """Weight decay: this × parameter is added to the gradient."""
-
-
-class LionParams(Section):
-    """Constants of Lion, with its authors' defaults. Updates are signs, so a tenth of AdamW's lr is usual."""
-
-    lr: Number = 1e-4
-    """Learning rate; a scheduler changes it from step to step."""
-
-    betas: tuple[Beta, Beta] = (0.9, 0.99)
-    """Weight of the mean of gradients in a step, and decay of that mean."""
-
-    weight_decay: Number = 0.0
-    """Weight decay: the parameter is multiplied by 1 − lr × this."""
-
-
-class SGDParams(Section):
-    """Constants of SGD, named and defaulted as in torch.optim."""
-
-    lr: Number = 1e-3
-    """Learning rate; a scheduler changes it from step to step."""
-
-    momentum: Number = 0.0
-    """Decay of the momentum buffer. The buffer is stored in the format of `infinity.moments`, even if this is 0."""
-
-    dampening: Number = 0.0
-    """The gradient is multiplied by 1 − this before it is added to the momentum buffer."""
-
-    weight_decay: Number = 0.0
-    """Weight decay: this × parameter is added to the gradient."""
-
-    nesterov: Switch = False
-    """Nesterov momentum; requires momentum > 0 and no dampening."""
+    lr: Number
 
     @model_validator(mode="after")
-    def _nesterov_needs_momentum(self) -> SGDParams:
-        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+    def _nesterov_needs_momentum(self) -> OptimizerParams:
+        given = self.model_dump()
+        if given.get("nesterov") and (given["momentum"] == 0 or given["dampening"] != 0):
             raise ValueError("nesterov is true: set momentum above 0, and leave dampening out")
         return self
 
 
-class _Optimizer(Section):
+class OptimizerSection(Section):
     """The optimizer. `zero_optimization.offload_optimizer` sets the tier of its states; `infinity.master` and
     `infinity.moments` set their formats."""
 
     type: str
+    params: OptimizerParams
 
     @property
-    def rule(self) -> Rule:
-        """The name of the update rule in `infinity.optim`."""
-        return cast("Rule", self.type.lower())
+    def rule(self) -> RuleName:
+        """The name of the update rule in `infinity.rules`."""
+        return cast("RuleName", self.type.lower())
 
 
-class AdamW(_Optimizer):
-    """Adam with decoupled weight decay."""
-
-    type: Literal["AdamW"] = "AdamW"
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019)."""
-
-    params: AdamWParams = AdamWParams.model_construct()
-    """The optimizer's constants."""
-
-
-class Adam(_Optimizer):
-    """Adam."""
-
-    type: Literal["Adam"] = "Adam"
-    """Adam (Kingma & Ba 2015)."""
-
-    params: AdamParams = AdamParams.model_construct()
-    """The optimizer's constants."""
-
-
-class Adagrad(_Optimizer):
-    """Adagrad."""
-
-    type: Literal["Adagrad"] = "Adagrad"
-    """Adagrad (Duchi, Hazan & Singer 2011)."""
-
-    params: AdagradParams = AdagradParams.model_construct()
-    """The optimizer's constants."""
+def _section_of(rule: Rule) -> type[OptimizerSection]:
+    """Return the section of a rule, whose keys are in its row of `infinity.rules.RULES`."""
+    keys: dict[str, Any] = {
+        constant.name: (_TYPES[constant.kind], Field(constant.default, description=constant.meaning))
+        for constant in rule.constants
+    }
+    params = create_model(
+        f"{rule.type}Params", __base__=OptimizerParams, __doc__=rule.about, __module__=__name__, **keys
+    )
+    kind = Literal[rule.type]  # type: ignore[name-defined]
+    return create_model(
+        rule.type,
+        __base__=OptimizerSection,
+        __doc__=rule.source,
+        __module__=__name__,
+        type=(kind, Field(rule.type, description=rule.source)),
+        params=(params, Field(params.model_construct(), description="The optimizer's constants.")),
+    )
 
 
-class Lion(_Optimizer):
-    """Lion."""
+SECTIONS: dict[RuleName, type[OptimizerSection]] = {rule.name: _section_of(rule) for rule in RULES.values()}
+"""Name of a rule → its section."""
 
-    type: Literal["Lion"] = "Lion"
-    """Lion (Chen et al. 2023)."""
-
-    params: LionParams = LionParams.model_construct()
-    """The optimizer's constants."""
-
-
-class SGD(_Optimizer):
-    """SGD."""
-
-    type: Literal["SGD"] = "SGD"
-    """Stochastic gradient descent with momentum."""
-
-    params: SGDParams = SGDParams.model_construct()
-    """The optimizer's constants."""
+# Pickle finds the classes of a config's sections by their names.
+for _section in SECTIONS.values():
+    globals().update({model.__name__: model for model in (_section, type(_section.model_construct().params))})
 
 
 def _named(value: object) -> object:
-    """Normalise the case of `type`, and default it to AdamW, as DeepSpeed does."""
+    """Normalise the case of `type`, and default it to that of the first rule, as DeepSpeed does."""
     if not isinstance(value, Mapping):
         return value
-    kind = value.get("type", "AdamW")
-    known = {name.lower(): name for name in ("AdamW", "Adam", "Adagrad", "Lion", "SGD")}
-    return {**value, "type": known.get(kind.lower(), kind) if isinstance(kind, str) else kind}
+    kind = value.get("type", next(iter(RULES.values())).type)
+    known = rule_of_type(kind) if isinstance(kind, str) else None
+    return {**value, "type": kind if known is None else known.type}
 
 
-Optimizer: TypeAlias = Annotated[
-    AdamW | Adam | Adagrad | Lion | SGD, Field(discriminator="type"), BeforeValidator(_named)
-]
+if TYPE_CHECKING:
+    Optimizer: TypeAlias = OptimizerSection
+else:
+    Optimizer = Annotated[reduce(or_, SECTIONS.values()), Field(discriminator="type"), BeforeValidator(_named)]
 
 
 class WarmupParams(Section):

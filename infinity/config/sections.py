@@ -20,7 +20,7 @@ from infinity.config.infinity import Infinity
 from infinity.config.load import load_config
 from infinity.config.monitors import CSVMonitor, FlopsProfiler, TensorBoard, WandB
 from infinity.config.notes import Dialect, Notes
-from infinity.config.optimization import AdamW, Optimizer, Scheduler
+from infinity.config.optimization import SECTIONS, Optimizer, Scheduler
 from infinity.config.precision import BF16, FP16, DataTypes, TorchAutocast
 from infinity.config.zero import ZeroOptimization
 
@@ -75,7 +75,7 @@ class Config(Section):
     data_types: DataTypes = DataTypes.model_construct()
     """Dtypes in which values are stored and accumulated."""
 
-    optimizer: Optimizer = AdamW.model_construct()
+    optimizer: Optimizer = SECTIONS["adamw"].model_construct()
     """The optimizer and its constants."""
 
     scheduler: Scheduler | None = None

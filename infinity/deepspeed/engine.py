@@ -24,6 +24,7 @@ from infinity.engine.loss_check import check_scalar
 from infinity.engine.reports import monitor_of
 from infinity.errors import UsageError
 from infinity.observe.monitor import Monitor
+from infinity.rules import RULES
 
 ROUTE_TRAIN = "train"
 
@@ -227,7 +228,7 @@ class DeepSpeedEngine(SavingEngine):
         return self._of_groups("type")
 
     def get_mom(self) -> list[Any]:
-        uses_momentum = self._trainer is not None and self._trainer.optimizer.rule == "sgd"
+        uses_momentum = self._trainer is not None and "momentum" in RULES[self._trainer.optimizer.rule].keys
         return self._of_groups("momentum" if uses_momentum else "betas")
 
     def _of_groups(self, name: str) -> list[Any]:

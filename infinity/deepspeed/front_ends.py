@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from infinity.errors import ConfigError, UsageError
+from infinity.rules import RULES
 
 
 def name_backend() -> None:
@@ -33,22 +34,21 @@ def check_processes() -> None:
         )
 
 
+_MARKED = {rule.type: rule.marks for rule in RULES.values() if rule.marks}
+"""Optimizer whose update an engine has → keys of its param_groups that no Adam has."""
 _KEYS_OF = {
-    "SGD": ("dampening",),
+    **_MARKED,
     "RMSprop": ("centered",),
     "Adafactor": ("scale_parameter", "clip_threshold", "decay_rate", "beta2_decay"),
-    "Adagrad": ("lr_decay", "initial_accumulator_value"),
     "Adadelta": ("rho",),
     "Rprop": ("etas", "step_sizes"),
     "NAdam": ("momentum_decay",),
     "ASGD": ("lambd",),
     "Muon": ("ns_steps",),
 }
-"""Optimizer → keys of its param_groups that no Adam has: those of bitsandbytes have `alpha`, too."""
+"""The same of optimizers whose update an engine lacks, too. bitsandbytes' Adam has `alpha`."""
 _OF_TORCH = {"foreach", "differentiable"}
 """Keys of torch's optimizers. Its Adam has `amsgrad` as well; RAdam and Adamax have no key of their own."""
-_USED = ("SGD", "Adagrad")
-"""Optimizers whose update an engine has."""
 _KEY = '"zero_force_ds_cpu_optimizer"'
 
 
@@ -64,8 +64,8 @@ def check_groups(params: Any) -> None:
         name = "an optimizer of torch other than Adam"
     if name is not None:
         fix = f"Set {_KEY}: false in the config, so that {name} itself is used"
-        if name not in _USED:
-            fix = f"An engine does not have the update of {name}: choose SGD or Adagrad with {_KEY}: false"
+        if name not in _MARKED:
+            fix = f"An engine does not have the update of {name}: choose {' or '.join(_MARKED)} with {_KEY}: false"
         raise ConfigError(
             f"DeepSpeedCPUAdam was given the param_groups of {name}, and would train with Adam in its place. "
             "Accelerate and Trainer construct it for every optimizer if the config has offload_optimizer. "

@@ -13,6 +13,7 @@ from infinity.deepspeed.module import EngineModule
 from infinity.engine.base import BaseEngine
 from infinity.errors import UsageError
 from infinity.inputs import number_of
+from infinity.rules import rule_of_type
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _SAFE_MODULES = [f"torch.nn.modules.{name}" for name in ("linear.Linear", "conv.Conv1d", "conv.Conv2d", "conv.Conv3d")]
@@ -56,7 +57,8 @@ class ReportingEngine(EngineModule):
         if self.client_optimizer is not None:
             return type(self.client_optimizer).__name__
         name: str | None = read(self.config, Reads("optimizer.type"))
-        return name.lower() if name and name.lower() in ("adam", "adamw", "lion", "adagrad") else name
+        rule = rule_of_type(name or "")
+        return name if rule is None or not rule.is_deepspeeds else rule.name
 
     def gradient_clipping(self) -> float:
         return self._engine.config.gradient_clipping

@@ -17,13 +17,13 @@ from torch import nn
 
 from infinity.engine.gather import set_full_fp32_param
 from infinity.engine.optimizer import HandedOver, ParamGroups
-from infinity.engine.optimizer_state import check_state_dict, hyper_of, torch_keys
+from infinity.engine.optimizer_state import check_state_dict, hyper_of
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, UsageError
 from infinity.optim.cpu_adam import join_master
 from infinity.optim.cpu_optimizer import CPUAdam
 from infinity.optim.moments import moment_to_fp32
-from infinity.rules import HYPER_KEYS, MOMENT_NAMES, ROOTS, MomentFormat, Rule
+from infinity.rules import RULES, MomentFormat, RuleName, in_words
 from infinity.units.compiled import own_name, uncompiled
 
 if TYPE_CHECKING:
@@ -32,16 +32,12 @@ if TYPE_CHECKING:
 
 MakeOptimizer = Callable[[list[Any]], torch.optim.Optimizer]
 
-_RULES: dict[type[torch.optim.Optimizer], Rule] = {
-    torch.optim.AdamW: "adamw",
-    torch.optim.Adam: "adam",
-    CPUAdam: "adam",
-    torch.optim.Adagrad: "adagrad",
-    torch.optim.SGD: "sgd",
-}
+_RULES: dict[type[torch.optim.Optimizer], RuleName] = {
+    getattr(torch.optim, rule.torch): rule.name for rule in RULES.values() if rule.torch
+} | {CPUAdam: "adam"}
 """Class → its rule. An Adam whose groups decouple the weight decay is AdamW."""
-_UPDATE = ("step", "_init_group")
-"""Methods of torch's optimizers that update."""
+_UPDATE = ("step", "_init_group", "_update")
+"""Methods of torch's optimizers, and of this package's, that update."""
 _CHANGE_RESULTS = ("amsgrad", "maximize", "differentiable")
 """Options of torch's optimizers that the engine's update lacks. Others select an implementation of the same update."""
 
@@ -69,8 +65,8 @@ class ClientOptimizer:
         """
         rule, kind = _rule(optimizer), type(optimizer).__name__
         _check_options(optimizer, rule, moments)
-        values = {name: getattr(hyper_of(rule, optimizer.defaults), name) for name in HYPER_KEYS[rule]}
-        dropped = {*torch_keys(rule), *_CHANGE_RESULTS, "decoupled_weight_decay", "param_names", "fused"}
+        values = hyper_of(rule, optimizer.defaults).by_key()
+        dropped = {*RULES[rule].torch_keys, *_CHANGE_RESULTS, "decoupled_weight_decay", "param_names", "fused"}
         groups = [{k: v for k, v in group.items() if k not in dropped} for group in optimizer.param_groups]
         names = {id(p): own_name(n) for n, p in uncompiled(model).named_parameters(remove_duplicate=False)}
         for parameter in (p for group in groups for p in group["params"]):
@@ -132,7 +128,7 @@ def construct_optimizer(
     return constructed
 
 
-def _rule(optimizer: torch.optim.Optimizer) -> Rule:
+def _rule(optimizer: torch.optim.Optimizer) -> RuleName:
     """Return the rule of `optimizer`. Raises ConfigError for a class with another update."""
     replaced = vars(optimizer).get("step")
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):  # torch's schedulers count steps in it
@@ -140,26 +136,32 @@ def _rule(optimizer: torch.optim.Optimizer) -> Rule:
             f"optimizer.step of this {type(optimizer).__name__} was replaced, and an engine would not call the new "
             "one: use optimizer.register_step_pre_hook() or register_step_post_hook(), or del optimizer.step"
         )
-    declared: Rule | None = getattr(type(optimizer), "update_rule", None)  # optimizers of this package
-    for known, rule in _RULES.items():
+    of_this_package = {
+        kind: vars(kind)["update_rule"] for kind in type(optimizer).__mro__ if "update_rule" in vars(kind)
+    }
+    declared: RuleName | None = None
+    for known, rule in (of_this_package | _RULES).items():
         # A subclass may change the constructor, but not the update.
         if isinstance(optimizer, known) and all(_inherits(type(optimizer), known, name) for name in _UPDATE):
             declared = declared or rule
     if declared is None:
         raise ConfigError(
             f"optimizer is a {type(optimizer).__module__}.{type(optimizer).__name__}, whose update an engine does not "
-            "have: pass torch.optim.AdamW, Adam, SGD or Adagrad, or infinity.optim.CPUAdam, or set optimizer in the "
-            'config, where "Lion" is supported, too'
+            f"have: pass torch.optim.{in_words(rule for rule in RULES.values() if rule.torch)}, or "
+            "infinity.optim.CPUAdam, or set optimizer in the config, which also has "
+            f"{in_words(rule for rule in RULES.values() if not rule.torch)}"
         )
-    if declared not in ("adam", "adamw"):
+    if not RULES[declared].is_adam:
         return declared
-    decoupled = {bool(group.get("decoupled_weight_decay", declared == "adamw")) for group in optimizer.param_groups}
+    decoupled = {
+        bool(group.get("decoupled_weight_decay", RULES[declared].decouples)) for group in optimizer.param_groups
+    }
     if len(decoupled) > 1:
         raise ConfigError(
             "decoupled_weight_decay differs between param_groups of the optimizer: an engine has one rule for all of "
             "them, so set it in all or in none"
         )
-    return "adamw" if decoupled == {True} else "adam"
+    return next(rule.name for rule in RULES.values() if rule.is_adam and {rule.decouples} == decoupled)
 
 
 def _inherits(kind: type, known: type, name: str) -> bool:
@@ -172,14 +174,14 @@ def _inherits(kind: type, known: type, name: str) -> bool:
     return method is (None if theirs is None else inspect.unwrap(theirs))
 
 
-def _check_options(optimizer: torch.optim.Optimizer, rule: Rule, moments: MomentFormat) -> None:
+def _check_options(optimizer: torch.optim.Optimizer, rule: RuleName, moments: MomentFormat) -> None:
     kind = type(optimizer).__name__
     for number, group in enumerate(optimizer.param_groups):
         where = f"param_group {number} of the optimizer ({kind})"
         for name in _CHANGE_RESULTS:
             if group.get(name):
                 raise ConfigError(f"{where} has {name}=True, which an engine does not support: construct it without")
-        for name in HYPER_KEYS[rule]:
+        for name in RULES[rule].keys:
             values = group[name] if isinstance(group[name], (tuple, list)) else [group[name]]
             if any(isinstance(value, torch.Tensor) for value in values):
                 raise ConfigError(f"{where} has a tensor as {name}, which an engine does not read: pass a number")
@@ -193,34 +195,16 @@ def _check_options(optimizer: torch.optim.Optimizer, rule: Rule, moments: Moment
         )
 
 
-def _section(rule: Rule, values: dict[str, Any]) -> Optimizer:
+def _section(rule: RuleName, values: dict[str, Any]) -> Optimizer:
     """Return the config's section. `values` are in `Hyper`'s range, which is wider than the config's (eps of 0)."""
-    from infinity.config.optimization import (  # here, since pydantic takes as long to import as the engine
-        SGD,
-        Adagrad,
-        AdagradParams,
-        Adam,
-        AdamParams,
-        AdamW,
-        AdamWParams,
-        Lion,
-        LionParams,
-        SGDParams,
-    )
+    from infinity.config.optimization import SECTIONS  # here, since pydantic takes as long to import as the engine
 
-    if rule == "adamw":
-        return AdamW(params=AdamWParams.model_construct(**values))
-    if rule == "adam":
-        return Adam(params=AdamParams.model_construct(**values))
-    if rule == "adagrad":
-        return Adagrad(params=AdagradParams.model_construct(**values))
-    if rule == "lion":
-        return Lion(params=LionParams.model_construct(**values))
-    return SGD(params=SGDParams.model_construct(**values))
+    default = SECTIONS[rule].model_construct()
+    return default.model_copy(update={"params": default.params.model_construct(**values)})
 
 
 def _decode(
-    optimizer: torch.optim.Optimizer, rule: Rule, state_dict: dict[str, Any]
+    optimizer: torch.optim.Optimizer, rule: RuleName, state_dict: dict[str, Any]
 ) -> dict[nn.Parameter, torch.Tensor]:
     """Replace CPUAdam's 8-bit codes in `state_dict` by values, and remove the states that complete 16-bit parameters.
     Return the parameters' fp32 values.
@@ -232,10 +216,10 @@ def _decode(
         state = dict(state_dict["state"].get(number, {}))
         if not state:
             continue
-        for name in MOMENT_NAMES[rule]:
+        for name in RULES[rule].moments:
             if f"{name}_8bit" in state:
                 codes, scale = state.pop(f"{name}_8bit"), state.pop(f"{name}_scale")
-                state[name] = moment_to_fp32(codes, scale, root=name in ROOTS)
+                state[name] = moment_to_fp32(codes, scale, root=name in RULES[rule].roots)
         remainder, master = state.pop("remainder", None), state.pop("master", None)
         if remainder is not None:
             masters[param] = join_master(param.detach().contiguous(), remainder.contiguous())

@@ -28,7 +28,7 @@ from infinity.engine.training import TrainingEngine
 from infinity.errors import RanksError, UsageError
 from infinity.optim.moments import convert_moment, fp32_moment, rounding_key
 from infinity.plan.formats import StateKind
-from infinity.rules import MOMENT_NAMES
+from infinity.rules import RULES
 from infinity.units.binding import adopt_assigned
 from infinity.units.records import Flats
 from infinity.units.unit import Unit
@@ -150,7 +150,9 @@ def get_full_optimizer_state(param: nn.Parameter, name: str) -> torch.Tensor:
     engine, unit, slot = _owner(param)
     _check_moment(engine, unit, name)
     _begin(engine, unit, slot, name)
-    return engine.ranks.model.whole(param, fp32_moment(name, _read(engine, unit).of_slot(slot)))
+    return engine.ranks.model.whole(
+        param, fp32_moment(engine.config.optimizer.rule, name, _read(engine, unit).of_slot(slot))
+    )
 
 
 def set_full_optimizer_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
@@ -280,7 +282,7 @@ def _check(value: torch.Tensor, param: nn.Parameter, unit: Unit, slot: int) -> N
 
 
 def _check_moment(engine: BaseEngine, unit: Unit, name: str) -> None:
-    names = MOMENT_NAMES[engine.config.optimizer.rule]
+    names = RULES[engine.config.optimizer.rule].moments
     if not unit.layout.trainable or name not in names:
         reason = f"the optimizer keeps {', '.join(names)}" if unit.layout.trainable else "the parameter is frozen"
         raise UsageError(f"there is no state {name!r}: {reason}")

@@ -14,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity.engine.loss_scale import LossScale
 from infinity.engine.loss_scale_names import LossScaleNames
-from infinity.engine.optimizer_state import RULE_KEYS, hyper_of, torch_keys
+from infinity.engine.optimizer_state import RULE_KEYS, hyper_of
 from infinity.errors import ConfigError, ModelError, UsageError
-from infinity.rules import HYPER_KEYS, Hyper
+from infinity.rules import RULES, Hyper
 from infinity.units.compiled import eager
 from infinity.units.residents import owner_of
 from infinity.units.unit import Unit
@@ -61,7 +61,7 @@ class HandedOver(dict[Any, Any]):
 class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
     """The optimizer of an engine. Its states live in tiers: `state` is empty, and `state_dict` reads the tiers.
 
-    param_groups: as in torch.optim. The rule's hyper-parameters (`HYPER_KEYS`) may differ by group. Parameters keep
+    param_groups: as in torch.optim. The rule's hyper-parameters (`Rule.keys`) may differ by group. Parameters keep
     their given order. step, drop: actions of `step` and `zero_grad`. states: those that `state_dict` reads.
     loss_scale: the engine's.
     """
@@ -83,7 +83,7 @@ class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
         self._shown: dict[Any, Any] = _NoStates()
         self.rule = hyper.rule
         """Name of the optimizer's rule, such as "adamw"."""
-        known = HYPER_KEYS[hyper.rule]
+        known = RULES[hyper.rule].keys
         for name in (name for group in groups for name in group if name in _OF_OTHERS and name not in known):
             raise ConfigError(
                 f"a param_group has {name!r}, which {hyper.rule} does not use: only {', '.join(known)} may differ by "
@@ -159,7 +159,7 @@ class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
             packed = super().state_dict()
         finally:
             self._shown = _NoStates()
-        extra = torch_keys(self.rule)
+        extra = RULES[self.rule].torch_keys
         return {**packed, "param_groups": [{**extra, **group} for group in packed["param_groups"]]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -226,7 +226,7 @@ class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
                 "on it; for other groups, save a checkpoint, close the engine, and pass them as model_parameters."
             )
         for name in ("maximize", "amsgrad"):
-            if name in torch_keys(self.rule) and any(group.get(name) for group in groups):
+            if name in RULES[self.rule].torch_keys and any(group.get(name) for group in groups):
                 raise UsageError(f"{name} of a param_group was set, which an engine does not support: unset it")
         return [hyper_of(self.rule, group) for group in self.param_groups]
 

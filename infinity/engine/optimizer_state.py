@@ -19,16 +19,15 @@ from torch import nn
 
 from infinity.comm.dtensor import is_distributed
 from infinity.errors import ConfigError, ModelError
-from infinity.rules import HYPER_KEYS, MOMENT_NAMES, Hyper, Rule
+from infinity.rules import RULES, Hyper, RuleName
 
-__all__ = ["RULE_KEYS", "SavedGroup", "SavedState", "check_state_dict", "digest", "hyper_of", "torch_keys"]
+__all__ = ["RULE_KEYS", "SavedGroup", "SavedState", "check_state_dict", "digest", "hyper_of"]
 
-RULE_KEYS = {name for names in HYPER_KEYS.values() for name in names}
+RULE_KEYS = {name for rule in RULES.values() for name in rule.keys}
 """Keys of a param_group that some rule reads."""
 _UNSUPPORTED = ("amsgrad", "maximize")
 _NO_EFFECT = ("foreach", "capturable", "differentiable", "fused", "initial_accumulator_value")
 """Keys of torch's groups that select an implementation, or have an effect only before the first step."""
-_ADAM = ("adam", "adamw")
 
 SavedGroup = dict[str, Any]
 """A validated param_group of a state dict, without `params` and the keys that an engine ignores."""
@@ -42,21 +41,9 @@ class SavedState:
     moments: dict[str, torch.Tensor]
 
 
-def torch_keys(rule: Rule) -> dict[str, Any]:
-    """Return the additional keys of a param_group in torch's optimizer of this rule, with an engine's values."""
-    if rule == "lion":
-        return {}
-    keys: dict[str, Any] = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
-    if rule in _ADAM:
-        keys |= {"amsgrad": False, "capturable": False, "decoupled_weight_decay": rule == "adamw"}
-    elif rule == "adagrad":
-        keys["initial_accumulator_value"] = 0.0
-    return keys
-
-
-def hyper_of(rule: Rule, group: Mapping[str, Any]) -> Hyper:
+def hyper_of(rule: RuleName, group: Mapping[str, Any]) -> Hyper:
     """Return the hyper-parameters of a param_group. Raises ConfigError for values out of range."""
-    return Hyper(rule, **{name: _plain_number(group[name]) for name in HYPER_KEYS[rule]})
+    return Hyper(rule, **{name: _plain_number(group[name]) for name in RULES[rule].keys})
 
 
 def _plain_number(value: Any) -> Any:
@@ -67,7 +54,7 @@ def _plain_number(value: Any) -> Any:
 
 
 def check_state_dict(
-    rule: Rule,
+    rule: RuleName,
     groups: Sequence[Mapping[str, Any]],
     names: Mapping[int, str],
     trained: Container[int],
@@ -121,15 +108,15 @@ def _counts(numbers: Sequence[int]) -> str:
     return f"{sum(numbers)} parameters in {len(numbers)} group{'s' * (len(numbers) != 1)}{by_group}"
 
 
-def _check_group(rule: Rule, number: int, group: Mapping[str, Any]) -> SavedGroup:
-    where, known = f"group {number} of the state dict", HYPER_KEYS[rule]
+def _check_group(rule: RuleName, number: int, group: Mapping[str, Any]) -> SavedGroup:
+    where, known = f"group {number} of the state dict", RULES[rule].keys
     for name in _UNSUPPORTED:
         if group.get(name):
             raise ConfigError(f"{where} has {name}={group[name]}, which {rule} does not support: train without it")
     lacks = [name for name in known if name not in group]
     alien = [name for name in group if name in RULE_KEYS and name not in known]
     decoupled = group.get("decoupled_weight_decay")
-    if rule in _ADAM and decoupled is not None and bool(decoupled) != (rule == "adamw"):
+    if RULES[rule].is_adam and decoupled is not None and bool(decoupled) != RULES[rule].decouples:
         alien.append(f"decoupled_weight_decay={decoupled}")
     if lacks or alien:
         differs = [f"lacks {', '.join(lacks)}"] * bool(lacks) + [f"has {', '.join(alien)}"] * bool(alien)
@@ -152,9 +139,9 @@ def _check_names(saved: Sequence[str], params: Sequence[nn.Parameter], names: Ma
             )
 
 
-def _check_state(rule: Rule, name: str, number: int, param: nn.Parameter, state: Any) -> SavedState | None:
+def _check_state(rule: RuleName, name: str, number: int, param: nn.Parameter, state: Any) -> SavedState | None:
     """Return the validated state of one parameter; None if it was never updated."""
-    moments = MOMENT_NAMES[rule]
+    moments = RULES[rule].moments
     if not state or (all(state.get(moment) is None for moment in moments) and not state.get("step")):
         return None
     where = f"the state of parameter {number} ({name})"
@@ -185,9 +172,9 @@ def _check_moment(what: str, value: Any, param: nn.Parameter) -> None:
         )
 
 
-def _check_step(rule: Rule, where: str, value: Any) -> int:
-    if value is None and rule == "sgd":
-        return 1  # torch's SGD counts no steps; with a momentum_buffer, the next step is not the first
+def _check_step(rule: RuleName, where: str, value: Any) -> int:
+    if value is None and not RULES[rule].counts_steps:
+        return 1  # with a momentum_buffer, the next step is not the first
     try:
         step = float(value)
     except (TypeError, ValueError, RuntimeError):

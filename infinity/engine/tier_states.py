@@ -15,7 +15,7 @@ from infinity.engine.optimizer_state import SavedGroup, SavedState, check_state_
 from infinity.engine.parts import EngineParts
 from infinity.errors import RanksError
 from infinity.optim.moments import convert_moment, fp32_moment, rounding_key
-from infinity.rules import MOMENT_NAMES
+from infinity.rules import RULES
 from infinity.tiers.memory import return_freed_memory
 from infinity.units.records import Flats, flat_tensor
 from infinity.units.unit import Unit
@@ -43,7 +43,7 @@ class TierStates:
         self._parts = parts
         self._settle = settle
         self._changing = changing
-        self._rule = config.optimizer.rule
+        self._rule = RULES[config.optimizer.rule]
         self._seed = config.infinity.seed
 
     def read(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
@@ -82,9 +82,10 @@ class TierStates:
         by_parameter = {}
         for number, (slot, parameter) in enumerate(zip(unit.layout.slots, unit.parameters, strict=True)):
             stored = {kind.name: view(kind, slot, flats[kind.name]) for kind in states.kinds(unit.layout)[1:]}
-            moments = {name: model.whole(parameter, fp32_moment(name, stored)) for name in MOMENT_NAMES[self._rule]}
-            # torch's Adagrad creates its states at construction, other optimizers at the first update.
-            if unit.steps[number] or self._rule == "adagrad" or any(moment.any() for moment in moments.values()):
+            moments = {
+                name: model.whole(parameter, fp32_moment(self._rule.name, name, stored)) for name in self._rule.moments
+            }
+            if unit.steps[number] or self._rule.has_states_at_first or any(moment.any() for moment in moments.values()):
                 by_parameter[parameter] = {"step": torch.tensor(float(unit.steps[number])), **moments}
         return by_parameter
 
@@ -102,7 +103,7 @@ class TierStates:
             key, first = rounding_key(self._seed, saved.step), layout.first + slot.offset
             for name, value in saved.moments.items():
                 part = self._parts.ranks.model.part(parameter, value.detach()).cpu().float()
-                convert_moment(self._rule, name, {name: part}, target, key=key, first=first)
+                convert_moment(self._rule.name, name, {name: part}, target, key=key, first=first)
         flats["master"] = states.read_shards(layout)["master"]
         unit.snapshot_read.wait()  # a background save may still read the present states
         states.write(layout, flats)
@@ -120,7 +121,7 @@ class TierStates:
         states: dict[nn.Parameter, SavedState] = {}
         saved_groups: list[SavedGroup] = []
         try:
-            states, saved_groups = check_state_dict(self._rule, groups, names, trained, state_dict)
+            states, saved_groups = check_state_dict(self._rule.name, groups, names, trained, state_dict)
         except Exception as caught:  # noqa: BLE001 - raised below, after the exchange with all ranks
             error = caught
         size = ranks.size * ranks.model.size

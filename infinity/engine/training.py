@@ -42,7 +42,7 @@ from infinity.observe.clock import Phase
 from infinity.observe.log import StepLog, logger
 from infinity.plan.policy import compute_dtype
 from infinity.plan.stage import Sharding
-from infinity.rules import HYPER_KEYS, Hyper
+from infinity.rules import RULES, Hyper
 from infinity.tiers.accelerator import default_device
 from infinity.tiers.device import Device
 from infinity.units.added import Additions
@@ -380,7 +380,7 @@ class TrainingEngine(CheckpointingEngine):
         present = self.optimizer.hypers()
         if self._step.updated:
             for group, (now, used) in enumerate(zip(present, self.updates.updater.hypers, strict=True)):
-                names = [name for name in HYPER_KEYS[now.rule] if getattr(now, name) != getattr(used, name)]
+                names = [name for name in RULES[now.rule].keys if getattr(now, name) != getattr(used, name)]
                 if names:
                     raise changed_during_update(group, ", ".join(names))
         return present

@@ -3,112 +3,107 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from infinity.errors import CheckpointError, ConfigError
+from infinity.errors import CheckpointError, ConfigError, UsageError
 from infinity.integrations.deepspeed_states import StoredCheckpoint
-from infinity.rules import HYPER_KEYS, MOMENT_NAMES, Hyper, Rule
+from infinity.rules import RULES, Hyper, Rule, in_words, rule_of_type
 
-OPTIMIZERS = ("AdamW", "Adam", "Adagrad", "Lion", "SGD")
-_CHOOSE = f"pass the optimizer of the run: --optimizer with one of {', '.join(OPTIMIZERS)}"
+_CHOOSE = f"pass the optimizer of the run: --optimizer with {in_words(RULES.values())}"
 _WEIGHTS = "read its weights alone with infinity.integrations.zero_to_fp32"
-_CONFIGURED = {
-    "adamw": "AdamW",
-    "torchadam": "Adam",
-    "adagrad": "Adagrad",
-    "lion": "Lion",
-    "sgd": "SGD",
-}
 
 Number = Callable[[Any], Any]
 """Function of a param_group's value that returns it with numbers in place of tensors."""
 
 
-def optimizer_of(stored: StoredCheckpoint, chosen: str | None) -> str:
-    """Return the optimizer's type as in a config: AdamW decouples the weight decay, Adam adds it to the gradient.
+def optimizer_of(stored: StoredCheckpoint, chosen: str | None) -> Rule:
+    """Return the rule of the checkpoint's optimizer. AdamW decouples the weight decay, Adam adds it to the gradient.
 
-    DeepSpeed saves no name. The keys of param_groups and the config show the type; otherwise `chosen` sets it. Raises
-    CheckpointError if the type is unknown, or differs from `chosen`.
+    DeepSpeed saves no name. The keys of param_groups and the config show the rule; otherwise `chosen`, a type of the
+    config, sets it. Raises CheckpointError if the rule is unknown, or differs from `chosen`, and UsageError for another
+    `chosen`.
     """
     groups = stored.param_groups
     found = {_by_keys(group) for group in groups} or {None}
     if len(found) > 1:
         raise CheckpointError(f"{stored.folder}: the param_groups belong to several optimizers: {_WEIGHTS}")
     own = found.pop() or _by_config(stored.progress.get("ds_config"))
-    same = chosen in ("Adam", "AdamW") and own in ("Adam", "AdamW", None) and not any(_decay(group) for group in groups)
-    if chosen is not None and own not in (None, chosen) and not same:
-        raise CheckpointError(f"{stored.folder} was saved with {own}, not with {chosen}: leave --optimizer out")
-    kind = chosen or own
-    if kind is None:
+    wanted = own if chosen is None else rule_of_type(chosen)
+    if wanted is None:
+        if chosen is not None:
+            raise UsageError(f"optimizer is {chosen!r}: {_CHOOSE}")
         raise CheckpointError(f"{stored.folder} does not record the optimizer: {_CHOOSE}")
-    _check_moments(stored, kind)
-    return kind
+    if own is not None and own is not wanted:
+        decays = any(group.get("weight_decay", 0) for group in groups)
+        if decays or not (own.is_adam and wanted.is_adam):
+            raise CheckpointError(
+                f"{stored.folder} was saved with {own.type}, not with {wanted.type}: leave --optimizer out"
+            )
+    _check_moments(stored, wanted)
+    return wanted
 
 
-def _by_keys(group: Mapping[str, Any]) -> str | None:
-    """Return the only optimizer with the keys of this param_group; None if several have them."""
-    if "nesterov" in group and "dampening" in group and not group.get("use_muon"):
-        return "SGD"
-    if "initial_accumulator_value" in group:
-        return "Adagrad"
-    if {"amsgrad", "decoupled_weight_decay"} <= group.keys():  # torch from 2.8
-        return "AdamW" if group["decoupled_weight_decay"] else "Adam"
+def _by_keys(group: Mapping[str, Any]) -> Rule | None:
+    """Return the only rule with the keys of this param_group; None if several have them."""
+    if group.get("use_muon"):
+        return None
+    decoupled = group.get("decoupled_weight_decay") if "amsgrad" in group else None  # torch from 2.8
+    for rule in RULES.values():
+        if group.keys() & set(rule.marks) or (rule.is_adam and decoupled is not None and decoupled == rule.decouples):
+            return rule
     return None
 
 
-def _by_config(config: Any) -> str | None:
-    """Return the optimizer of DeepSpeed's config; None without one. Its Adam decouples the weight decay by default."""
+def _by_config(config: Any) -> Rule | None:
+    """Return the rule of DeepSpeed's config; None without one. Its Adam decouples the weight decay by default."""
     section = config.get("optimizer") if isinstance(config, Mapping) else None
     if not isinstance(section, Mapping):
         return None
     kind, params = str(section.get("type", "")).lower(), section.get("params")
-    if kind == "adam":
-        mode = params.get("adam_w_mode", True) if isinstance(params, Mapping) else True
-        return "AdamW" if mode else "Adam"
-    if kind and kind not in _CONFIGURED:
+    if kind == "adam" and (params.get("adam_w_mode", True) if isinstance(params, Mapping) else True):
+        kind = "adamw"
+    rule = rule_of_type(kind.removeprefix("torch"))  # DeepSpeed's name of torch's Adam is TorchAdam
+    if kind and rule is None:
         raise CheckpointError(f"DeepSpeed's optimizer {section['type']!r} has no counterpart in Infinity: {_WEIGHTS}")
-    return _CONFIGURED.get(kind)
+    return rule
 
 
-def _decay(group: Mapping[str, Any]) -> bool:
-    return bool(group.get("weight_decay", 0))
-
-
-def _check_moments(stored: StoredCheckpoint, kind: str) -> None:
-    """Raise CheckpointError if a trained parameter has other moments than the optimizer's."""
-    expected = set(MOMENT_NAMES[cast(Rule, kind.lower())])
+def _check_moments(stored: StoredCheckpoint, rule: Rule) -> None:
+    """Raise CheckpointError if a trained parameter has other moments than the rule's."""
+    expected = set(rule.moments)
     for name, parameter in stored.parameters.items():
         moments = parameter.states.keys() - {"master"}
         if parameter.trained and moments and moments != expected:
             raise CheckpointError(
-                f"{stored.folder}: {name} has {', '.join(sorted(moments))}, and {kind} has "
+                f"{stored.folder}: {name} has {', '.join(sorted(moments))}, and {rule.type} has "
                 f"{', '.join(sorted(expected))}: {_CHOOSE}, or train with an optimizer that Infinity has"
             )
 
 
-def groups_of(stored: StoredCheckpoint, kind: str, number: Number) -> list[dict[str, Any]]:
+def groups_of(stored: StoredCheckpoint, rule: Rule, number: Number) -> list[dict[str, Any]]:
     """Return the hyper-parameters of each group. Raises CheckpointError for modes that Infinity does not have."""
-    rule = cast(Rule, kind.lower())
     groups = []
     for place, group in enumerate(stored.param_groups):
         where = f"{stored.folder}: param_group {place}"
         for mode, value in {"amsgrad": False, "maximize": False, "bias_correction": True, "use_muon": False}.items():
             if bool(number(group.get(mode, value))) != value:
-                raise CheckpointError(f"{where} has {mode}={group[mode]!r}, which Infinity's {kind} lacks: {_WEIGHTS}")
+                raise CheckpointError(
+                    f"{where} has {mode}={group[mode]!r}, which Infinity's {rule.type} lacks: {_WEIGHTS}"
+                )
         if "max_coeff" in group:
             raise CheckpointError(f"{where} is LAMB's (max_coeff), which has no counterpart in Infinity: {_WEIGHTS}")
-        missing = [key for key in HYPER_KEYS[rule] if key not in group]
+        missing = [key for key in rule.keys if key not in group]
         if missing:
-            raise CheckpointError(f"{where} lacks {', '.join(missing)}, which {kind} has: {_CHOOSE}")
-        values: dict[str, Any] = {key: number(group[key]) for key in HYPER_KEYS[rule]}
+            raise CheckpointError(f"{where} lacks {', '.join(missing)}, which {rule.type} has: {_CHOOSE}")
+        values: dict[str, Any] = {key: number(group[key]) for key in rule.keys}
         try:
             values |= {"betas": tuple(values["betas"])} if "betas" in values else {}
-            hyper = Hyper(rule, **values)
+            hyper = Hyper(rule.name, **values)
         except (ConfigError, TypeError) as error:
             raise CheckpointError(f"{where} cannot be used: {error}") from None
-        groups.append({key: getattr(hyper, key) for key in HYPER_KEYS[rule]})
+        groups.append(hyper.by_key())
     if not groups:
         raise CheckpointError(
             f"{stored.folder} holds no param_groups, as with zero_optimization.elastic_checkpoint: set that to "

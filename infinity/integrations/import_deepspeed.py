@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -30,7 +30,7 @@ from infinity.integrations.deepspeed_states import (
 )
 from infinity.integrations.universal_checkpoint import is_universal, read_universal
 from infinity.integrations.zero_checkpoint import read_zero
-from infinity.rules import MOMENT_NAMES, MomentFormat, Rule
+from infinity.rules import MomentFormat, Rule
 
 Step = Callable[[float, str], None]
 """Progress callback: the fraction done, from 0 to 1, and the current activity."""
@@ -90,16 +90,16 @@ def import_deepspeed(
     stored = read_deepspeed(directory, tag)
     with damage_named(stored.folder):
         plain = _Plain(stored.tensors_of)
-        kind = optimizer_of(stored, optimizer)
-        groups = groups_of(stored, kind, plain)
+        rule = optimizer_of(stored, optimizer)
+        groups = groups_of(stored, rule, plain)
         moments = _moment_format(stored)
-        tensors = _tensors(stored, kind, moments)
+        tensors = _tensors(stored, rule, moments)
         files = _files(tensors)
         index = Index(
             global_steps=_count(stored, "global_steps"),
             parameters=_entries(stored, files),
             file_bytes={},
-            optimizer=kind,
+            optimizer=rule.type,
             param_groups=groups,
             lr_scheduler=scheduler_of(stored, groups, plain),
             moments=moments,
@@ -157,11 +157,10 @@ def _moment_format(stored: StoredCheckpoint) -> MomentFormat:
     return "bf16" if dtypes == {torch.bfloat16} else "fp32"
 
 
-def _tensors(stored: StoredCheckpoint, kind: str, moments: MomentFormat) -> dict[str, dict[str, Spec]]:
+def _tensors(stored: StoredCheckpoint, rule: Rule, moments: MomentFormat) -> dict[str, dict[str, Spec]]:
     """Return parameter → tensors that are written for it, in the order of the model. Raises CheckpointError if a
     moment is missing after updates.
     """
-    names = MOMENT_NAMES[cast(Rule, kind.lower())]
     dtype = torch.bfloat16 if moments == "bf16" else torch.float32
     updates = _updates(stored)
     tensors = {}
@@ -177,11 +176,11 @@ def _tensors(stored: StoredCheckpoint, kind: str, moments: MomentFormat) -> dict
                 f"{stored.folder}: the master of {name} is in {parameter.states['master'].dtype}: {DAMAGED}"
             )
         # SGD without momentum has no buffer, and a parameter without a gradient so far has no moments.
-        absent = set(names) - parameter.states.keys()
-        if absent and kind != "SGD" and (parameter.step or (parameter.step is None and updates)):
+        absent = set(rule.moments) - parameter.states.keys()
+        if absent and rule.counts_steps and (parameter.step or (parameter.step is None and updates)):
             raise CheckpointError(f"{stored.folder}: {name} has no {min(absent)} after {updates} updates: {DAMAGED}")
         tensors[name] = {key("master", name): Spec(torch.float32, parameter.shape)}
-        tensors[name] |= {key(moment, name): Spec(dtype, parameter.shape) for moment in names}
+        tensors[name] |= {key(moment, name): Spec(dtype, parameter.shape) for moment in rule.moments}
     if not any(parameter.trained for parameter in stored.parameters.values()):
         raise CheckpointError(
             f"{stored.folder} has no trained parameter: read its weights with infinity.integrations.zero_to_fp32"

@@ -16,16 +16,19 @@ isa: "auto" stands for `default_isa()`; otherwise one of `available_isas()`.
 from collections.abc import Sequence
 from typing import Literal
 
-Rule = Literal["adam", "adamw", "adagrad", "lion", "sgd"]
+from infinity.rules import RuleName
+
 Format = Literal["fp32", "remainder", "master", "master_fp16"]
 DType = Literal["fp32", "bf16", "fp16"]
 MomentFormat = Literal["fp32", "bf16", "8bit"]
 
 BLOCK: int
 """Elements that share a scale in 8-bit moments: 256."""
+RULES: tuple[tuple[RuleName, int], ...]
+"""Name and number of moments of each rule."""
 
 def update(
-    rule: Rule,
+    rule: RuleName,
     *,
     param: int,
     master: int,
@@ -55,11 +58,8 @@ def update(
 ) -> None:
     """Perform one step of `rule` on n elements, in place.
 
-    rule: its moments, and the arguments it uses besides lr, weight_decay and grad_scale:
-        "adam", "adamw"  exp_avg, exp_avg_sq   beta1, beta2, eps; as torch.optim.Adam (L2 decay) and AdamW
-        "adagrad"        sum of squares        eps, lr_decay; as torch.optim.Adagrad
-        "lion"           exp_avg               beta1, beta2; decoupled decay (Chen et al. 2023)
-        "sgd"            momentum buffer       momentum, dampening, nesterov; as torch.optim.SGD
+    rule: as torch.optim's class of the name; Lion as Chen et al. (2023). `infinity.rules` lists its moments and the
+        arguments that it uses besides grad_scale.
     format: formats of `param` and `master`:
         "fp32"         param fp32; master is ignored (pass 0)
         "remainder"    param bf16, master int16: see `join`

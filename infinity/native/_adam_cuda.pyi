@@ -11,7 +11,8 @@ module does not initialize CUDA, and works without a device, a driver and a tool
 
 from collections.abc import Sequence
 
-from infinity.native._adam import DType, Format, MomentFormat, Rule
+from infinity.native._adam import DType, Format, MomentFormat
+from infinity.rules import RuleName
 
 ARCHITECTURES: list[str]
 """Compiled architectures, oldest first: machine code ("sm_80", for 8.x devices from it on) and PTX ("compute_90", for
@@ -31,7 +32,7 @@ def compute_capability(device: int) -> int:
     """Return 10 * major + minor."""
 
 def update(
-    rule: Rule,
+    rule: RuleName,
     *,
     param: int,
     master: int,

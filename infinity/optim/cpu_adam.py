@@ -53,7 +53,7 @@ def update_flat(
     param: fp32 with no master (None); bf16 with its int16 remainder; or bf16 or fp16 with its fp32 master (then `param`
         is only written).
     grad: fp32, bf16 or fp16, independent of `param`; multiplied by `grad_scale` as it is read.
-    moments: one tensor per moment of the rule (`infinity.optim.moments.MOMENTS`), all fp32, all bf16, or all uint8
+    moments: one tensor per moment of the rule (`infinity.rules.RULES`), all fp32, all bf16, or all uint8
         codes.
     scales: for uint8 codes, one per moment, uint8 (ceil(n / 256),); else empty.
     step: number of this optimizer step, from 1. threads: 0 is one per processor of this thread's affinity. background:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from infinity.plan.formats import BLOCK, FORMATS
-from infinity.rules import MOMENT_NAMES, MOMENTS, ROOTS, MomentFormat, Rule
+from infinity.rules import RULES, MomentFormat, RuleName
 
 __all__ = [
     "convert_moment",
@@ -43,9 +43,9 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 Array = npt.NDArray[Any]
 
 
-def zero_moments(rule: Rule, n: int, kind: MomentFormat) -> tuple[list[Tensor], list[Tensor]]:
+def zero_moments(rule: RuleName, n: int, kind: MomentFormat) -> tuple[list[Tensor], list[Tensor]]:
     """Return (moments, scales) of n elements before the first step, as `update_flat` takes them."""
-    count = MOMENTS[rule]
+    count = len(RULES[rule].moments)
     scales = [torch.zeros(-(-n // BLOCK), dtype=torch.uint8) for _ in range(count if kind == "8bit" else 0)]
     return [torch.zeros(n, dtype=FORMATS[kind]) for _ in range(count)], scales
 
@@ -54,7 +54,7 @@ def moment_to_fp32(moment: Tensor, scale: Tensor | None = None, *, root: bool = 
     """Return the values of a moment: fp32, in the moment's shape. Exact, except squares of roots, which are rounded.
 
     moment: fp32, bf16, or uint8 codes with their `scale`, uint8 (ceil(numel / 256),). On the CPU.
-    root: codes hold the square root (exp_avg_sq, Adagrad's sum); ignored for other formats.
+    root: codes hold the square root (`Rule.roots`); ignored for other formats.
     """
     if moment.dtype != torch.uint8:
         return moment.to(torch.float32, copy=True)
@@ -101,24 +101,24 @@ def rounding_key(seed: int, step: int) -> int:
     return (seed * _GOLDEN + step) % (1 << 64)
 
 
-def fp32_moment(name: str, states: Mapping[str, Tensor]) -> Tensor:
+def fp32_moment(rule: RuleName, name: str, states: Mapping[str, Tensor]) -> Tensor:
     """Return a copy in fp32 of the moment `name`. states: a parameter's states by name, moments in any format."""
     codes = states.get(f"{name}_8bit")
     if codes is None:
         return moment_to_fp32(states[name])
-    return moment_to_fp32(codes, states[f"{name}_scale"], root=name in ROOTS)
+    return moment_to_fp32(codes, states[f"{name}_scale"], root=name in RULES[rule].roots)
 
 
 def convert_moments(
-    rule: Rule, source: Mapping[str, Tensor], target: Mapping[str, Tensor], *, key: int, first: int
+    rule: RuleName, source: Mapping[str, Tensor], target: Mapping[str, Tensor], *, key: int, first: int
 ) -> None:
     """Fill the moments of `target` from `source`. Both map names to states of n elements, in any formats."""
-    for name in MOMENT_NAMES[rule]:
+    for name in RULES[rule].moments:
         convert_moment(rule, name, source, target, key=key, first=first)
 
 
 def convert_moment(
-    rule: Rule,
+    rule: RuleName,
     name: str,
     source: Mapping[str, Tensor],
     target: Mapping[str, Tensor],
@@ -137,7 +137,7 @@ def convert_moment(
     eight = f"{name}_8bit" in target
     into = target[f"{name}_8bit" if eight else name]
     kind = next(kind for kind, dtype in FORMATS.items() if dtype == into.dtype)
-    root, moment = name in ROOTS, MOMENT_NAMES[rule].index(name)
+    root, moment = name in RULES[rule].roots, RULES[rule].moments.index(name)
     flat, goal = values.reshape(-1), into.view(-1)
     for start in range(0, flat.numel(), _CONVERTED_AT_ONCE):
         part = slice(start, start + _CONVERTED_AT_ONCE)

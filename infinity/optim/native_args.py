@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from infinity.plan.formats import BLOCK, FORMATS
-from infinity.rules import MOMENTS, MomentFormat, Rule
+from infinity.rules import RULES, MomentFormat, RuleName
 
 if TYPE_CHECKING:
     from infinity.native._adam import DType, Format
@@ -95,8 +95,8 @@ def _format(param: Tensor, master: Tensor | None) -> Format:
     return "remainder" if master.dtype == torch.int16 else "master"
 
 
-def _moment_format(rule: Rule, moments: Sequence[Tensor], scales: Sequence[Tensor]) -> MomentFormat:
-    wanted = MOMENTS[rule]
+def _moment_format(rule: RuleName, moments: Sequence[Tensor], scales: Sequence[Tensor]) -> MomentFormat:
+    wanted = len(RULES[rule].moments)
     if len(moments) != wanted:
         raise ValueError(f"{rule} has {wanted} moments, not {len(moments)}: pass as many")
     kind = _FORMAT_OF.get(moments[0].dtype)

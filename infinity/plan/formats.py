@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 
 import torch
 
-from infinity.rules import MOMENT_NAMES, MomentFormat, Rule
+from infinity.rules import RULES, MomentFormat, RuleName
 
 __all__ = [
     "BLOCK",
@@ -103,7 +103,7 @@ class StateFormat:
 
 
 @cache
-def state_format(dtype: torch.dtype, master: MasterFormat, rule: Rule, moments: MomentFormat) -> StateFormat:
+def state_format(dtype: torch.dtype, master: MasterFormat, rule: RuleName, moments: MomentFormat) -> StateFormat:
     """Return the state format of parameters of `dtype`: fp32 (their own masters), bf16 or fp16.
 
     master: applies to bf16 only; the master of fp16 is fp32.
@@ -116,18 +116,18 @@ def state_format(dtype: torch.dtype, master: MasterFormat, rule: Rule, moments: 
     return StateFormat((*kept, *moment_kinds(rule, moments)))
 
 
-def moment_kinds(rule: Rule, moments: MomentFormat) -> tuple[StateKind, ...]:
+def moment_kinds(rule: RuleName, moments: MomentFormat) -> tuple[StateKind, ...]:
     """Return the states of a rule's moments: named as in torch.optim, or 8-bit codes and scales."""
-    names = MOMENT_NAMES[rule]
+    names = RULES[rule].moments
     if moments != "8bit":
         return tuple(StateKind(name, FORMATS[moments]) for name in names)
     codes = tuple(StateKind(f"{name}_8bit", torch.uint8) for name in names)
     return codes + tuple(StateKind(f"{name}_scale", torch.uint8, BLOCK) for name in names)
 
 
-def moments_in(rule: Rule, states: Mapping[str, T]) -> tuple[list[T], list[T]]:
+def moments_in(rule: RuleName, states: Mapping[str, T]) -> tuple[list[T], list[T]]:
     """Return (moments, scales) from states by name. scales is empty unless moments are 8-bit."""
-    names = MOMENT_NAMES[rule]
+    names = RULES[rule].moments
     if f"{names[0]}_8bit" not in states:
         return [states[name] for name in names], []
     return [states[f"{name}_8bit"] for name in names], [states[f"{name}_scale"] for name in names]

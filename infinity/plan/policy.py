@@ -14,7 +14,7 @@ from infinity.plan.grad_dtypes import GradDtypes, grad_dtypes
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Placement, Policy, State
 from infinity.plan.stage import Sharding
-from infinity.rules import MomentFormat, Rule
+from infinity.rules import MomentFormat, RuleName
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -100,7 +100,7 @@ class OptimizerFormat:
     """Format of optimizer states by the dtype of their parameters; arguments as of `state_format`."""
 
     master: MasterFormat
-    rule: Rule
+    rule: RuleName
     moments: MomentFormat
 
     def __call__(self, dtype: torch.dtype) -> StateFormat:

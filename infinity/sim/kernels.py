@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from infinity.optim import cpu_adam
-from infinity.rules import MomentFormat, Rule
+from infinity.rules import MomentFormat, RuleName
 from infinity.sim.device import SimulatedDevice
 from infinity.update import kernels
 from infinity.update.kernels import Kernels
@@ -42,7 +42,7 @@ def simulated_kernels(device: SimulatedDevice) -> Kernels:
     def squares_into(out: torch.Tensor, values: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
         work("reduce", values.nbytes, values, cpu_adam.sum_of_squares, values)
 
-    def check_on_device(device_type: str, rule: Rule, moments: MomentFormat) -> None:
+    def check_on_device(device_type: str, rule: RuleName, moments: MomentFormat) -> None:
         """The native kernels exist on every simulated device."""
 
     def work(lane: str, nbytes: int, memory: torch.Tensor, kernel: Callable[..., Any], *args: Any) -> None:

@@ -25,6 +25,7 @@ from infinity.plan.grad_dtypes import GradDtypes
 from infinity.plan.io import plan_io
 from infinity.plan.placement import place
 from infinity.plan.plan import Plan
+from infinity.rules import RULES
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -144,7 +145,7 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield f'infinity.moments is "{section.moments}", and the paper\'s are fp32: remove it'
     if section.master != "fp32" and "master" in section.model_fields_set:
         yield f'infinity.master is "{section.master}", and the paper\'s is fp32: remove it'
-    if config.optimizer.rule not in ("adam", "adamw"):
+    if not RULES[config.optimizer.rule].is_adam:
         yield f'optimizer.type is "{config.optimizer.type}", and the paper trains with Adam: set "Adam" or "AdamW"'
     budgets = section.memory.model_dump(include={"device", "device_optimizer", "host", "host_params"})
     for name in (name for name, value in budgets.items() if value is not None):

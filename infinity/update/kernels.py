@@ -23,7 +23,7 @@ from infinity.optim.moments import rounding_key
 from infinity.optim.native_args import DTYPES
 from infinity.plan.formats import moments_in
 from infinity.plan.layout import Part
-from infinity.rules import Hyper, MomentFormat, Rule
+from infinity.rules import RULES, Hyper, MomentFormat, RuleName
 from infinity.sums import sum_in_order
 
 
@@ -58,9 +58,9 @@ def update_run(
         cuda_adam.update_flat(*given, grad_scale=grad_scale, key=key, first=first)
 
 
-def check_on_device(device_type: str, rule: Rule, moments: MomentFormat) -> None:
+def check_on_device(device_type: str, rule: RuleName, moments: MomentFormat) -> None:
     """Raise ConfigError if a device of this type cannot update states of this format in its own memory."""
-    if _has_kernels(device_type) or (rule in ("adam", "adamw") and moments == "fp32"):
+    if _has_kernels(device_type) or (RULES[rule].is_adam and moments == "fp32"):
         return
     why = cuda_adam.why_not() if device_type == "cuda" else f"there are none for {device_type}"
     raise ConfigError(
@@ -108,7 +108,7 @@ def _update_by_torch(
 def _fused(
     master: torch.Tensor, grad: torch.Tensor, states: dict[str, torch.Tensor], hyper: Hyper, step: int, scale: float
 ) -> None:
-    call = torch._fused_adamw_ if hyper.rule == "adamw" else torch._fused_adam_
+    call = torch._fused_adamw_ if RULES[hyper.rule].decouples else torch._fused_adam_
     call(
         [master],
         [grad.to(torch.float32) * scale],
@@ -207,7 +207,7 @@ class Kernels:
     receive: Callable[..., float]
     sum_of_squares: Callable[..., float]
     squares_into: Callable[[torch.Tensor, torch.Tensor, Sequence[tuple[int, int]]], None]
-    check_on_device: Callable[[str, Rule, MomentFormat], None]
+    check_on_device: Callable[[str, RuleName, MomentFormat], None]
     is_exact: Callable[[str], bool]
 
 

@@ -25,7 +25,7 @@ from infinity.checkpoint.format import persistent_buffers
 from infinity.engine.training import TrainingEngine
 from infinity.errors import CheckpointError, UsageError
 from infinity.optim.moments import moment_to_fp32
-from infinity.rules import ROOTS
+from infinity.rules import RULES
 from infinity.tiers.device import Device
 from support.configs import engine_config
 from support.late_device import LateDevice
@@ -142,7 +142,7 @@ def in_fp32(states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         plain = state.removesuffix("_8bit")
         if not state.endswith("_scale"):
             scale = states.get(f"{parameter}/{plain}_scale")
-            found[f"{parameter}/{plain}"] = moment_to_fp32(value, scale, root=plain in ROOTS)
+            found[f"{parameter}/{plain}"] = moment_to_fp32(value, scale, root=plain in RULES["adamw"].roots)
     return found
 
 

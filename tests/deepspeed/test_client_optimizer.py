@@ -17,7 +17,7 @@ from infinity.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from infinity.deepspeed.ops.lion import DeepSpeedCPULion
 from infinity.deepspeed.runtime.lr_schedules import WarmupLR
 from infinity.errors import ConfigError
-from infinity.rules import MOMENT_NAMES
+from infinity.rules import RULES
 from support.models import Stack, seeded, token_batches
 
 Opens = Callable[..., Any]
@@ -111,7 +111,7 @@ def test_fp32_masters_of_a_bf16_model_are_taken(opens: Opens, name: str) -> None
     state = optimizers[0].state[reference.head.weight]
     if name != "DeepSpeedCPUAdam":  # which keeps a 16-bit remainder in place of the master
         assert torch.equal(master, state["master"])
-    for moment in MOMENT_NAMES[engine.optimizer.rule]:
+    for moment in RULES[engine.optimizer.rule].moments:
         assert torch.equal(deepspeed.utils.safe_get_full_optimizer_state(weight, moment), state[moment])
     assert engine.optimizer.state_dict()["state"][0]["step"] == len(BATCHES)
 

@@ -38,7 +38,7 @@ from infinity.deepspeed.runtime.zero.config import (
 from infinity.deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
 from infinity.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from infinity.errors import ConfigError, UsageError
-from infinity.rules import HYPER_KEYS
+from infinity.rules import RULES
 from support.models import token_batches
 
 
@@ -225,7 +225,7 @@ def test_fused_lion_updates_as_the_cpus_lion(dtype: torch.dtype) -> None:
         ours, cpu, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-2 * (dtype.itemsize == 2)
     )
     fused.zero_grad()
-    assert ours.grad is None and set(HYPER_KEYS["lion"]) <= fused.param_groups[0].keys()
+    assert ours.grad is None and set(RULES["lion"].keys) <= fused.param_groups[0].keys()
     with pytest.raises(ConfigError, match="betas"):
         FusedLion([ours], betas=(1.0, 0.9))
 

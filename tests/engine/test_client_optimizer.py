@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from infinity.errors import ConfigError, ModelError
 from infinity.optim import CPUAdam
 from infinity.tiers.device import CpuDevice
@@ -36,6 +37,23 @@ class Halving(torch.optim.AdamW):
         for group in self.param_groups:
             group["lr"] *= 0.5
         return super().step(*args, **options)
+
+
+class LionByHalves(DeepSpeedCPULion):
+    """An optimizer of this package whose update was replaced."""
+
+    def _update(self, param: torch.Tensor, hyper: Any) -> None:
+        super()._update(param, hyper)
+        param *= 0.5
+
+
+class FusedLionByHalves(FusedLion):
+    """An optimizer of this package whose step was replaced."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+        return super().step(closure)
 
 
 class Slow(torch.optim.SGD):
@@ -72,6 +90,8 @@ OPTIMIZERS: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda m: torch.optim.RMSprop(m.parameters()), ConfigError, r"RMSprop, whose update .* pass torch\.optim\.AdamW"),
     (lambda m: Momentum(m.parameters()), ConfigError, r"Momentum, whose update"),
     (lambda m: Halving(m.parameters()), ConfigError, r"Halving, whose update"),
+    (lambda m: LionByHalves(m.parameters()), ConfigError, r"LionByHalves, whose update"),
+    (lambda m: FusedLionByHalves(m.parameters()), ConfigError, r"FusedLionByHalves, whose update"),
     (with_another_step, ConfigError, r"optimizer\.step of this AdamW was replaced"),
     (lambda m: adamw(m, amsgrad=True), ConfigError, r"param_group 0 .* amsgrad=True"),
     (lambda m: adamw(m, maximize=True), ConfigError, r"maximize=True"),

@@ -9,7 +9,7 @@ import torch
 
 from infinity.optim.cpu_adam import sum_of_squares, update_flat
 from infinity.optim.moments import zero_moments
-from infinity.rules import HYPER_KEYS, Hyper
+from infinity.rules import RULES, Hyper
 from infinity.sums import sum_in_order
 
 # eps is far above rounding errors: the sign of a gradient that is zero up to rounding must not decide a step.
@@ -49,7 +49,7 @@ class Kernels(torch.optim.Optimizer):
     def __init__(self, params: Any, rule: str, clip: float, **given: Any) -> None:
         self.rule, self.clip = rule, clip
         defaults = Hyper(rule=rule, **given)  # type: ignore[arg-type]
-        super().__init__(params, {name: getattr(defaults, name) for name in HYPER_KEYS[defaults.rule]})
+        super().__init__(params, defaults.by_key())
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -59,7 +59,7 @@ class Kernels(torch.optim.Optimizer):
             norm = sum_in_order(sum_of_squares(g.contiguous().view(-1), threads=1) for g in gradients) ** 0.5
             scale = min(1.0, self.clip / (norm + 1e-6))
         for group in self.param_groups:
-            hyper = Hyper(rule=self.rule, **{n: group[n] for n in HYPER_KEYS[self.rule]})  # type: ignore[arg-type,index]
+            hyper = Hyper(rule=self.rule, **{n: group[n] for n in RULES[self.rule].keys})  # type: ignore[arg-type,index]
             for p in group["params"]:
                 if p.grad is not None and p.numel():
                     self._update(p, hyper, scale)

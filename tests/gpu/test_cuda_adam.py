@@ -13,7 +13,7 @@ import torch
 
 from infinity.optim import cpu_adam, cuda_adam
 from infinity.optim.moments import zero_moments
-from infinity.rules import MOMENTS
+from infinity.rules import RULES
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.fingerprint import fingerprint_by_torch, fingerprint_on_device
 from support.adam_arrays import GUARD, Array
@@ -66,7 +66,7 @@ def kernels() -> CudaKernels:
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
-@pytest.mark.parametrize("rule", MOMENTS)
+@pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize("format", FORMATS)
 def test_updates(kernels: CudaKernels, format: str, rule: str, moments: str) -> None:
     check_updates(kernels, format, rule, moments, SIZES)

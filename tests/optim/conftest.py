@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from infinity.native import _adam
-from infinity.rules import MOMENTS
+from infinity.rules import RULES
 from support.adam_arrays import Problem, make_problem
 
 
@@ -32,7 +32,7 @@ def moments(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(params=list(MOMENTS))
+@pytest.fixture(params=list(RULES))
 def rule(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

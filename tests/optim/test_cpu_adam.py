@@ -11,7 +11,7 @@ import torch
 
 from infinity.optim.cpu_adam import join_master, split_master, update_flat
 from infinity.optim.moments import zero_moments
-from infinity.rules import MOMENTS, Hyper
+from infinity.rules import RULES, Hyper
 
 N = 300
 HYPER = Hyper()
@@ -103,7 +103,7 @@ def test_hyper_refuses(change: dict[str, Any]) -> None:
         Hyper(**change)
 
 
-@pytest.mark.parametrize("rule", list(MOMENTS))
+@pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("kind", ["fp32", "remainder", "master", "master_fp16"])
 def test_shapes_slices_and_empty_tensors(kind: str, moments: Any, rule: Any) -> None:
@@ -122,7 +122,7 @@ def test_shapes_slices_and_empty_tensors(kind: str, moments: Any, rule: Any) -> 
         return [target, *lists[0], *lists[1], *kept]
 
     def update(tensors: list[torch.Tensor], grad: torch.Tensor) -> None:
-        count = MOMENTS[rule]
+        count = len(RULES[rule].moments)
         scaled = count if moments == "8bit" else 0
         kept = tensors[1 + count + scaled] if kind != "fp32" else None
         given = tensors[1 : 1 + count], tensors[1 + count : 1 + count + scaled]

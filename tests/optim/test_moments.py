@@ -13,7 +13,7 @@ import torch
 from infinity.native import _adam
 from infinity.optim.moments import _random_bits, moment_from_fp32, moment_to_fp32, zero_moments
 from infinity.plan.formats import BLOCK
-from infinity.rules import MOMENTS
+from infinity.rules import RULES
 
 Array = npt.NDArray[Any]
 KEYS = [0, 1, 12345, 0xFFFFFFFFFFFFFFFF]
@@ -120,7 +120,7 @@ def test_conversions_keep_shapes(shape: tuple[int, ...]) -> None:
 
 
 def test_zero_moments() -> None:
-    for rule, count in MOMENTS.items():
+    for rule, count in ((name, len(row.moments)) for name, row in RULES.items()):
         assert [len(x) for x in zero_moments(rule, 300, "8bit")] == [count, count]
         moments, scales = zero_moments(rule, 300, "bf16")
         assert len(moments) == count and not scales and moments[0].dtype == torch.bfloat16

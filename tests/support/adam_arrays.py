@@ -13,7 +13,7 @@ import torch
 from infinity.native import _adam
 from infinity.optim.moments import moment_from_fp32, moment_to_fp32
 from infinity.plan.formats import BLOCK
-from infinity.rules import MOMENTS
+from infinity.rules import RULES
 
 Array = npt.NDArray[Any]
 
@@ -128,7 +128,7 @@ class Problem:
     def with_fp32_moments(self) -> Problem:
         """The same problem with the values of its moments in fp32."""
         arrays = dict(self.copy().arrays)
-        for k in range(MOMENTS[self.rule]):
+        for k in range(len(RULES[self.rule].moments)):
             moment, scale = arrays[f"moment{k}"], arrays[f"scale{k}"]
             assert moment is not None
             tensor = torch.from_numpy(moment)
@@ -142,7 +142,7 @@ class Problem:
     def with_moments_as(self, kind: Any, key: int, first: int) -> Problem:
         """Return the same problem with its fp32 moments converted to `kind` by the Python code."""
         arrays = dict(self.arrays)
-        for k in range(MOMENTS[self.rule]):
+        for k in range(len(RULES[self.rule].moments)):
             values = arrays[f"moment{k}"]
             assert values is not None
             stored, scale = moment_from_fp32(
@@ -205,6 +205,6 @@ def make_problem(
         grad = (grad >> 16).astype(np.uint16)
     arrays: dict[str, Array | None] = dict.fromkeys(NAMES)
     arrays |= {"param": param, "master": kept, "grad": grad}
-    for k in range(MOMENTS[rule]):
+    for k in range(len(RULES[rule].moments)):
         arrays[f"moment{k}"], arrays[f"scale{k}"] = make_moment(rng, rule, k, moments, n, hostile)
     return Problem(format, grad_dtype, n, rule, moments, arrays).copy()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infinity.errors import ConfigError, ModelError
 from infinity.optim.cpu_adam import update_flat
-from infinity.rules import HYPER_KEYS, MOMENT_NAMES, Hyper, Rule
+from infinity.rules import RULES, Hyper, RuleName
 
 _MASTER = "master"
 
@@ -22,12 +22,11 @@ class FlatOptimizer(torch.optim.Optimizer):
     parameter later are overwritten. Raises ConfigError for values out of range, ModelError for other parameters.
     """
 
-    update_rule: ClassVar[Rule]
+    update_rule: ClassVar[RuleName]
     """The rule, by which `initialize` knows the optimizer."""
 
     def __init__(self, params: Any, **defaults: Any) -> None:
-        hyper = Hyper(self.update_rule, **defaults)
-        super().__init__(params, {name: getattr(hyper, name) for name in HYPER_KEYS[self.update_rule]})
+        super().__init__(params, Hyper(self.update_rule, **defaults).by_key())
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -37,7 +36,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            hyper = Hyper(self.update_rule, **{name: group[name] for name in HYPER_KEYS[self.update_rule]})
+            hyper = Hyper(self.update_rule, **{name: group[name] for name in RULES[self.update_rule].keys})
             for param in group["params"]:
                 if param.grad is not None:
                     self._update(param, hyper)
@@ -48,12 +47,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             state["step"] = torch.zeros(())
-            state |= {name: torch.zeros(param.shape) for name in MOMENT_NAMES[self.update_rule]}
+            state |= {name: torch.zeros(param.shape) for name in RULES[self.update_rule].moments}
             if param.dtype != torch.float32:
                 state[_MASTER] = param.detach().float().contiguous()
         state["step"] += 1
         flat, grad = param.contiguous(), param.grad.contiguous()  # type: ignore[union-attr]
-        moments = [state[name] for name in MOMENT_NAMES[self.update_rule]]
+        moments = [state[name] for name in RULES[self.update_rule].moments]
         update_flat(flat, state.get(_MASTER), grad, moments, (), hyper, int(state["step"]))
         if flat is not param:
             param.copy_(flat)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from infinity.deepspeed.ops.flat import FlatOptimizer, check_moments
-from infinity.rules import HYPER_KEYS, Hyper, Rule
+from infinity.rules import Hyper, RuleName
 
 
 class DeepSpeedCPULion(FlatOptimizer):
@@ -40,7 +40,7 @@ class FusedLion(torch.optim.Optimizer):
     set_grad_none: `zero_grad` sets gradients to None by default; False: to zeros. Raises ConfigError.
     """
 
-    update_rule: ClassVar[Rule] = "lion"
+    update_rule: ClassVar[RuleName] = "lion"
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class FusedLion(torch.optim.Optimizer):
     ) -> None:
         hyper = Hyper("lion", lr=lr, betas=betas, weight_decay=weight_decay)
         self.set_grad_none = set_grad_none
-        super().__init__(params, {name: getattr(hyper, name) for name in HYPER_KEYS["lion"]})
+        super().__init__(params, hyper.by_key())
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)

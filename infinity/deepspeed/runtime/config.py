@@ -15,6 +15,7 @@ from infinity.deepspeed.runtime import constants
 from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
 from infinity.errors import ConfigError
 from infinity.inputs import number_of
+from infinity.rules import RULES
 
 if TYPE_CHECKING:
     from infinity.deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -34,7 +35,7 @@ MUADAM_OPTIMIZER = "muadam"
 MUADAMW_OPTIMIZER = "muadamw"
 MUSGD_OPTIMIZER = "musgd"
 MUON_OPTIMIZER = "muon"
-DEEPSPEED_OPTIMIZERS = [ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER, LION_OPTIMIZER]
+DEEPSPEED_OPTIMIZERS = [rule.name for rule in RULES.values() if rule.is_deepspeeds]
 """Names in `optimizer.type` that are supported, in lower case. DeepSpeed's list has the other names above, too."""
 TORCH_ADAM_PARAM = "torch_adam"
 ADAM_W_MODE = "adam_w_mode"
