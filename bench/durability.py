@@ -21,6 +21,7 @@ from typing import Any
 
 import harness
 import training
+from infinity.tier_kind import TierKind
 from report.page import publish
 
 SAVES = ("without", "durable")
@@ -67,7 +68,7 @@ def run(args: argparse.Namespace, save: str, clip: float) -> dict[str, Any]:
             "steps": taken[WARM_UP:],
             "peak_rss": harness.peak_rss(),
             "written": moved.nvme_bytes_written / args.steps,
-            "nvme": engine.ledger.tier_bytes()["nvme"],
+            "nvme": engine.ledger.tier_bytes()[TierKind.NVME],
             "parameters": sum(p.numel() for p in model.parameters()),
         }
         engine.close()

@@ -15,6 +15,7 @@ from infinity.engine.optimizer import param_groups
 from infinity.engine.wiring import plan_model
 from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.observe.units import show_bytes
+from infinity.tier_kind import TierKind
 from infinity.tiers.available import available_memory
 from infinity.tiers.device import Device
 
@@ -58,9 +59,9 @@ def activation_bytes(shape: GPT2Config, batch: int, itemsize: int) -> int:
 def needs(plan: Plan, activations: int, available: dict[str, int]) -> list[Need]:
     """Return what the plan and its activations take of each memory. On the CPU, the device's share is the host's."""
     needed = plan.peak_nbytes()
-    needed["device"] += activations
+    needed[TierKind.DEVICE] += activations
     if plan.device.type == "cpu":
-        needed["host"] += needed.pop("device")
+        needed[TierKind.HOST] += needed.pop(TierKind.DEVICE)
     return [Need(memory, nbytes, available.get(memory, 0)) for memory, nbytes in needed.items()]
 
 

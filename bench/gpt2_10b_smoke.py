@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from infinity.plan.placement import State
-from infinity.plan.policy import TIERS
+from infinity.tier_kind import TierKind
 
 if TYPE_CHECKING:
     from infinity.engine.training import TrainingEngine
@@ -40,13 +40,13 @@ def misplaced(engine: TrainingEngine) -> Iterator[str]:
     """
     zero, placement, reserved = engine.config.zero_optimization, engine.parts.plan.placement, engine.ledger.tier_bytes()
     kinds = {
-        State.PARAM: ("parameters", TIERS[zero.offload_param.device]),
-        State.OPTIM: ("optimizer states", TIERS[zero.offload_optimizer.device]),
+        State.PARAM: ("parameters", TierKind.of_config(zero.offload_param.device)),
+        State.OPTIM: ("optimizer states", TierKind.of_config(zero.offload_optimizer.device)),
     }
     for state, (name, wanted) in kinds.items():
         if (found := placement.tiers(state)) != {wanted}:
             yield f"{name} are on {' and '.join(sorted(found))}, not on {wanted}"
-    for tier in TIERS.values():
+    for tier in TierKind:
         states = [extent for (_, state), extent in placement.extents.items() if state in kinds and extent.tier == tier]
         needed = sum(extent.nbytes for extent in states)
         if reserved[tier] < needed:

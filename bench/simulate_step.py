@@ -37,6 +37,7 @@ from gpt2_flags import add_shape, positive, shape_of
 from infinity.config import Config
 from infinity.engine.initialize import initialize
 from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.tier_kind import TierKind
 from report.page import publish
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
@@ -144,7 +145,7 @@ def config_of(args: argparse.Namespace, update: str, unit_size: str, device_memo
 
 def simulate(
     clock: Clock, host: Host, shape: GPT2Config, config: Config, steps: int
-) -> tuple[list[tuple[float, ...]], dict[str, int]]:
+) -> tuple[list[tuple[float, ...]], dict[TierKind, int]]:
     """Train `steps` steps. Returns for each when it began, and when its phases ended; and the plan's bytes by tier."""
     batch = config.train_micro_batch_size_per_gpu
     assert batch is not None

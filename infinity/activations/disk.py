@@ -16,6 +16,7 @@ from infinity.errors import OutOfSpaceError
 from infinity.native import _aio
 from infinity.plan.io import IoPlan
 from infinity.plan.placement import Extent, aligned
+from infinity.tier_kind import TierKind
 from infinity.tiers.device import Device
 from infinity.tiers.files import SwapFile, alignment, open_swap_files, whole
 from infinity.tiers.io import register
@@ -33,7 +34,7 @@ _GROWTH = 2
 class DiskRoom:
     """Room in files of one rank. Space is reserved file by file, so a full disk is an error of `reserve`."""
 
-    tier = "nvme"
+    kind = TierKind.NVME
 
     def __init__(self, io: IoPlan, engine: _aio.Engine, device: Device, rank: int) -> None:
         """io: its `nbytes` is unused. engine: closed with the room, or after an error."""
@@ -74,7 +75,7 @@ class DiskRoom:
             self._grow(size)
             start = self._ranges.take(size)
             assert start is not None
-        return Extent("nvme", start, nbytes, NAME)
+        return Extent(TierKind.NVME, start, nbytes, NAME)
 
     def free(self, extent: Extent) -> None:
         file = self._file_of(extent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from infinity.plan.placement import Extent
+from infinity.tier_kind import TierKind
 from infinity.tiers.device import Device
 from infinity.tiers.transfer import DONE, Transfer
 
@@ -15,7 +16,7 @@ _SLACK = 4
 class HostRoom:
     """Pinned host memory. Buffers take at most the bytes that were in use at once."""
 
-    tier = "host"
+    kind = TierKind.HOST
     staging_nbytes = 0
     blocks_repaired = 0
 
@@ -43,7 +44,7 @@ class HostRoom:
         self._number += 1
         self._used[self._number] = buffer
         self._peak = max(self._peak, self._in_use())
-        return Extent("host", self._number, nbytes, "saved activations")
+        return Extent(TierKind.HOST, self._number, nbytes, "saved activations")
 
     def free(self, extent: Extent) -> None:
         self._free.append((self._used.pop(extent.offset), self._reads.pop(extent.offset, DONE)))

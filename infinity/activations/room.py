@@ -7,14 +7,15 @@ from typing import Protocol
 import torch
 
 from infinity.plan.placement import Extent
+from infinity.tier_kind import TierKind
 from infinity.tiers.transfer import Transfer
 
 
 class Room(Protocol):
     """Memory of a slower tier, which grows as it is needed. Called by one thread at a time."""
 
-    tier: str
-    """ "host" or "nvme"."""
+    kind: TierKind
+    """Host or nvme."""
     staging_nbytes: int
     """Bytes of host buffers of its own, counted by the plan."""
 

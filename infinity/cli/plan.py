@@ -25,9 +25,10 @@ from infinity.sim.links import Links
 from infinity.sim.machine import Machine
 from infinity.sim.measured import MeasuredTimes
 from infinity.sim.models import PlannedModel, gpt2, of_transformers
-from infinity.sim.needs import KINDS, TIERS, memory_name
+from infinity.sim.needs import KINDS, memory_name
 from infinity.sim.planner import Formats, Prediction, largest, predict
 from infinity.sim.simulate import Simulation
+from infinity.tier_kind import TierKind
 
 _DEFAULT_BATCH = 8
 _PROCESS = 10**9
@@ -184,19 +185,19 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
     yield Text(printable(f"{found.model}, {work}; {nodes}, {computes}"), style="bold")
     small = f"{' and '.join(map(memory_name, needs.limits))} {'is' if len(needs.limits) == 1 else 'are'}"
     fits = "fits" if not needs.limits else f"does not fit: {small} too small"
-    if not needs.limits and found.simulation is None and needs.spare("host") < _PROCESS * found.ranks_per_node:
-        fits += f", if the processes themselves take less than {show_bytes(needs.spare('host'))} of host memory"
+    if not needs.limits and found.simulation is None and needs.spare(TierKind.HOST) < _PROCESS * found.ranks_per_node:
+        fits += f", if the processes themselves take less than {show_bytes(needs.spare(TierKind.HOST))} of host memory"
     yield Text(f"It {fits}.", style="green" if not needs.limits else "red")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 2, 0, 0))
     table.add_column("bytes of a node")
-    for tier in TIERS:
+    for tier in TierKind:
         table.add_column(tier, justify="right", no_wrap=True)
     for kind in KINDS:
-        table.add_row(kind, *(_cell(needs.tiers[tier][kind]) for tier in TIERS))
-    table.add_row("peak", *(_cell(needs.peak[tier]) for tier in TIERS), style="bold")
-    table.add_row("available", *(_cell(needs.available[tier]) for tier in TIERS))
+        table.add_row(kind, *(_cell(needs.tiers[tier][kind]) for tier in TierKind))
+    table.add_row("peak", *(_cell(needs.peak[tier]) for tier in TierKind), style="bold")
+    table.add_row("available", *(_cell(needs.available[tier]) for tier in TierKind))
     yield table
-    for tier in TIERS:
+    for tier in TierKind:
         if passing := needs.passing[tier]:
             yield (
                 f"the table has {show_bytes(passing)} of {tier} for stored gradients: after three steps, only those of "

@@ -9,8 +9,9 @@ from typing import Any
 
 from infinity.errors import UsageError
 from infinity.inputs import parse_json, read_input
-from infinity.observe.timeline import LANES, TIERS, Sample, Span, StepSpan
+from infinity.observe.timeline import LANES, Sample, Span, StepSpan
 from infinity.observe.units import counted
+from infinity.tier_kind import TierKind
 
 _LARGEST_FILE = 1 << 30
 _LARGEST_TIME = 1e15
@@ -110,8 +111,9 @@ def _work(event: Mapping[str, Any], lanes: Mapping[int, str], where: str) -> Spa
 
 
 def _read_counter(trace: Trace, event: Mapping[str, Any], where: str) -> None:
-    tier = str(event.get("name")).removesuffix(" bytes")
-    if tier not in TIERS:
+    name = str(event.get("name")).removesuffix(" bytes")
+    tier = next((kind for kind in TierKind if kind == name), None)
+    if tier is None:
         return
     time = _number(event, "ts", where, _LARGEST_TIME) / 1e6
     args = _of(dict, event.get("args"), f"args of {where}")

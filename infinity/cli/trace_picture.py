@@ -10,7 +10,8 @@ from infinity.cli.console import printable
 from infinity.cli.trace_file import Trace
 from infinity.gpt2.plots import GRID, INK, MUTED
 from infinity.observe.intervals import Interval, seconds, union
-from infinity.observe.timeline import LANES, TIERS
+from infinity.observe.timeline import LANES
+from infinity.tier_kind import TierKind
 
 _COLOURS = {
     "compute": "#2f6fde",
@@ -82,7 +83,7 @@ def _beside(axes: Any) -> dict[str, Any]:
 
 def _draw_tiers(axes: Any, trace: Trace) -> None:
     end = trace.steps[-1].end
-    for tier in TIERS:
+    for tier in TierKind:
         samples = [(sample.time, sample.nbytes[tier] / 1e9) for sample in trace.samples if tier in sample.nbytes]
         if samples:
             times, held = [time for time, _ in samples], [nbytes for _, nbytes in samples]

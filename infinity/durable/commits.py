@@ -18,6 +18,7 @@ from infinity.durable.record import CHECKSUMS, Progress, Record
 from infinity.durable.run import DurableRun
 from infinity.errors import StorageError, UsageError
 from infinity.plan.durable import Durable
+from infinity.tier_kind import TierKind
 from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableTier
 from infinity.tiers.named import MisplacedError
@@ -88,7 +89,7 @@ class Commits:
         self,
         run: DurableRun,
         tier: DurableTier,
-        memory: Mapping[str, SlabTier],
+        memory: Mapping[TierKind, SlabTier],
         extents: Sequence[Durable],
         channel: SideChannel,
         device: Device,

@@ -11,6 +11,7 @@ from infinity.observe.units import counted, show_bytes
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
+from infinity.tier_kind import TierKind
 
 _HEAD = ("unit", "parameters", "dtype", "param", "gradient", "master and moments")
 _BLOCK = re.compile(r"(?P<before>(?:[^.]+\.)*?)(?P<number>\d+)(?:\.(?P<inner>.+))?$")
@@ -47,9 +48,7 @@ def describe(plan: Plan) -> str:
             *lines,
             "",
             f"{counted(len(plan.units), 'unit')}, {total:,} parameters{ranks}; {purpose}",
-            "this rank holds "
-            + ", ".join(f"{show_bytes(held[tier])} on {tier}" for tier in ("device", "host", "nvme"))
-            + passing,
+            "this rank holds " + ", ".join(f"{show_bytes(held[tier])} on {tier}" for tier in TierKind) + passing,
             *_activations(plan),
             *_durable(plan),
         ]

@@ -27,6 +27,7 @@ from infinity.durable.source import manifest_in, states_of, together
 from infinity.errors import CheckpointError, StorageError, UsageError
 from infinity.interrupts import on_sigterm
 from infinity.plan.plan import Plan
+from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableTier
@@ -42,7 +43,7 @@ class DurableSteps:
         self,
         run: DurableRun,
         plan: Plan,
-        tiers: Mapping[str, Tier],
+        tiers: Mapping[TierKind, Tier],
         store: UnitStore,
         ranks: Communicator,
         device: Device,
@@ -50,7 +51,7 @@ class DurableSteps:
     ) -> None:
         """run: the held folder. refused: as of `Commits`."""
         assert plan.io is not None and plan.io.durable is not None
-        tier = tiers["nvme"]
+        tier = tiers[TierKind.NVME]
         assert isinstance(tier, DurableTier)
         self.run = run
         self._tier = tier

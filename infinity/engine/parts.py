@@ -20,6 +20,7 @@ from infinity.engine.updater import Updater
 from infinity.grads.collector import GradCollector
 from infinity.grads.store import GradStore
 from infinity.plan.plan import Plan
+from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.passing import PassingTier
@@ -87,7 +88,7 @@ class EngineParts:
     plan: Plan
     device: Device
     ranks: Communicator
-    tiers: Mapping[str, Tier]
+    tiers: Mapping[TierKind, Tier]
     activations: ActivationStore | None
     """Saved activations that leave the device; None: they stay."""
     pools: Pools
@@ -106,28 +107,28 @@ class EngineParts:
     def units(self) -> list[Unit]:
         return self.store.units
 
-    def tier_bytes(self) -> dict[str, int]:
+    def tier_bytes(self) -> dict[TierKind, int]:
         """Return tier → allocated bytes, pools included. `Plan.nbytes` returns the same before allocation, without
         gradients that are stored at present in `Plan.passing`, and saved activations.
         """
-        held = {"device": 0, "host": self.ranks.nbytes, "nvme": 0}
-        for name, tier in self.tiers.items():
-            held[name] += tier.nbytes
-            held["host"] += tier.staging_nbytes
+        held = {TierKind.DEVICE: 0, TierKind.HOST: self.ranks.nbytes, TierKind.NVME: 0}
+        for kind, tier in self.tiers.items():
+            held[kind] += tier.nbytes
+            held[TierKind.HOST] += tier.staging_nbytes
         if self.activations is not None:
             room = self.activations.room
-            held[room.tier] += room.nbytes
-            held["host"] += room.staging_nbytes
-        for name in ("device", "host"):
-            held[name] += self.pools.nbytes(name)
+            held[room.kind] += room.nbytes
+            held[TierKind.HOST] += room.staging_nbytes
+        for kind in held:
+            held[kind] += self.pools.nbytes(kind)
         passing = self.training.passing if self.training is not None else None
         if passing is not None:
-            held[passing.name] += passing.nbytes
+            held[passing.kind] += passing.nbytes
         return held
 
     def counters(self) -> dict[str, Any]:
         """Return the bytes moved and the seconds of updates so far; see `infinity.observe.ledger.Snapshot`."""
-        nvme, traffic, training = self.tiers.get("nvme"), self.ranks.traffic, self.training
+        nvme, traffic, training = self.tiers.get(TierKind.NVME), self.ranks.traffic, self.training
         room = None if self.activations is None else self.activations.room
         return {
             "update_seconds": training.pipeline.seconds if training else 0.0,

@@ -18,6 +18,7 @@ from infinity.durable.run import DurableRun, open_run
 from infinity.plan.activations import ActivationPlan
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
+from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableFiles
@@ -45,7 +46,9 @@ class Platform(Protocol):
     def open_run(self, plan: Plan, config: Config, ranks: Communicator) -> DurableRun | None:
         """Open the folder of durable states; None if the plan has none."""
 
-    def open_tiers(self, plan: Plan, device: Device, rank: int, durable: DurableFiles | None = None) -> dict[str, Tier]:
+    def open_tiers(
+        self, plan: Plan, device: Device, rank: int, durable: DurableFiles | None = None
+    ) -> dict[TierKind, Tier]:
         """Open the tiers of a plan."""
 
     def open_activations(self, plan: ActivationPlan | None, device: Device, rank: int) -> ActivationStore | None: ...
@@ -78,7 +81,9 @@ class Machine:
             return None
         return open_run(plan, config, ranks)
 
-    def open_tiers(self, plan: Plan, device: Device, rank: int, durable: DurableFiles | None = None) -> dict[str, Tier]:
+    def open_tiers(
+        self, plan: Plan, device: Device, rank: int, durable: DurableFiles | None = None
+    ) -> dict[TierKind, Tier]:
         return open_tiers(plan, device, rank, durable)
 
     def open_activations(self, plan: ActivationPlan | None, device: Device, rank: int) -> ActivationStore | None:

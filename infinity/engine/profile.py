@@ -17,6 +17,7 @@ from infinity.observe.recorder import Recorder
 from infinity.observe.recording import Recording
 from infinity.observe.timeline import chrome_trace
 from infinity.outputs import replacing
+from infinity.tier_kind import TierKind
 
 _under_way: set[Path] = set()
 """Files that profiles of this process will write."""
@@ -34,7 +35,7 @@ class Profiler:
         """None: the next step has not begun."""
         self._restore_handler: Callable[[], None] = _nothing
 
-    def begin(self, steps: int, out: str | os.PathLike[str], nbytes: Mapping[str, int] | None) -> None:
+    def begin(self, steps: int, out: str | os.PathLike[str], nbytes: Mapping[TierKind, int] | None) -> None:
         """Record the next `steps` steps. nbytes: present bytes in tiers; None: a step is under way.
 
         Raises UsageError for bad arguments, and while a profile is going on.
@@ -59,7 +60,7 @@ class Profiler:
         if nbytes is not None:
             self._start(nbytes)
 
-    def end_step(self, nbytes: Callable[[], Mapping[str, int]]) -> None:
+    def end_step(self, nbytes: Callable[[], Mapping[TierKind, int]]) -> None:
         """Count the end of a step, and write the file after the last one. nbytes: returns the present bytes in tiers.
 
         Call it after the recorder's `end_step`.
@@ -95,7 +96,7 @@ class Profiler:
             steps = f"{done} steps" if not self._left else f"{done} of {self._steps} steps, and ended early"
             logger.info("profiled %s: %s (open it at https://ui.perfetto.dev, or with infinity timeline)", steps, out)
 
-    def _start(self, nbytes: Mapping[str, int]) -> None:
+    def _start(self, nbytes: Mapping[TierKind, int]) -> None:
         self._recording = self._recorder.start()
         self._recorder.sample(nbytes)
 

@@ -28,7 +28,8 @@ def restoring(parts: EngineParts, *, everything: bool) -> Callable[[], None]:
     everything: include parameters on nvme or sharded over ranks, and raise OutOfMemoryError if they do not fit in host
     memory; the call is collective then. Otherwise restore nothing if parameters are on nvme, sharded or do not fit.
     """
-    in_memory = "nvme" not in parts.plan.placement.tiers(State.PARAM) and parts.ranks.shards == 1
+    tiers = parts.plan.placement.tiers(State.PARAM)
+    in_memory = all(tier.in_memory for tier in tiers) and parts.ranks.shards == 1
     if not (everything or in_memory):
         return lambda: None
     needed, device = sum(unit.layout.nbytes for unit in parts.units), parts.device

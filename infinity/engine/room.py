@@ -10,6 +10,7 @@ from infinity.engine.base import BaseEngine
 from infinity.errors import OutOfMemoryError
 from infinity.observe.log import logger
 from infinity.plan.pools import UNITS
+from infinity.tier_kind import TierKind
 from infinity.units.buffers import EXTRA
 from infinity.units.unit import Unit
 
@@ -59,7 +60,7 @@ def _spaces(engine: BaseEngine) -> Iterator[_Space]:
     free = parts.device.available_bytes() // (engine.ranks.local_size if on_host else 1)
     yield _Space(max(0, free), f"{'host' if on_host else 'device'} memory for the parameters of GatheredParameters")
     if plan.device.limit:
-        left = plan.device.limit - plan.peak_nbytes()["device"] - added
+        left = plan.device.limit - plan.peak_nbytes()[TierKind.DEVICE] - added
         yield _Space(max(0, left), "device memory (infinity.memory.device) for the parameters of GatheredParameters")
     if on_host and plan.budget.host is not None and engine.config.infinity.memory.host != "auto":
         left = plan.budget.host - plan.peak_of_host() - added

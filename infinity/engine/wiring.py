@@ -38,6 +38,7 @@ from infinity.plan.budget import Budget
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.plan.policy import compute_dtype
+from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.nvme import NvmeTier
@@ -108,7 +109,7 @@ def plan_model(
     common = in_common(config, plan.units, model)
     if train:
         common += groups_in_common(config, groups)
-        if "device" in plan.placement.tiers(State.OPTIM) and plan.device.type != "cpu":
+        if TierKind.DEVICE in plan.placement.tiers(State.OPTIM) and plan.device.type != "cpu":
             platform.kernels.check_on_device(plan.device.type, config.optimizer.rule, config.infinity.moments)
     if info.limit or budget != Budget():  # ranks with other kernels, devices or free memory would place other states
         held = (f"{nbytes} bytes on {tier}" for tier, nbytes in sorted(plan.placement.nbytes.items()))
@@ -140,7 +141,7 @@ def assemble(
     ranks.set_layouts(plan.units)
     if plan.device.limit:
         device.limit(plan.device.limit)
-    tiers: dict[str, Tier] = {}
+    tiers: dict[TierKind, Tier] = {}
     activations: ActivationStore | None = None
     run: DurableRun | None = None
     try:
@@ -172,7 +173,7 @@ def wire(
     plan: Plan,
     units: Sequence[Unit],
     needed: Mapping[nn.Module, Sequence[int]],
-    tiers: dict[str, Tier],
+    tiers: dict[TierKind, Tier],
     activations: ActivationStore | None,
     states: UnitStates,
     device: Device,
@@ -230,23 +231,25 @@ def wire(
     )
 
 
-def _grad_tiers(plan: Plan, tiers: dict[str, Tier], device: Device) -> dict[str, Tier]:
-    names = sorted(plan.placement.tiers(State.GRAD))
+def _grad_tiers(plan: Plan, tiers: dict[TierKind, Tier], device: Device) -> dict[TierKind, Tier]:
+    kinds = sorted(plan.placement.tiers(State.GRAD))
     return {
-        name: _passing_tier(name, plan, tiers, device) if plan.policy.passes(name) else tiers[name] for name in names
+        kind: _passing_tier(kind, plan, tiers, device) if plan.policy.passes(kind) else tiers[kind] for kind in kinds
     }
 
 
-def _passing_tier(name: str, plan: Plan, tiers: dict[str, Tier], device: Device) -> Tier:
-    if name != "nvme":
-        return PassingTier(name, device, on_device=name == "device")
-    tier = tiers[name]
+def _passing_tier(kind: TierKind, plan: Plan, tiers: dict[TierKind, Tier], device: Device) -> Tier:
+    if kind.in_memory:
+        return PassingTier(kind, device)
+    tier = tiers[kind]
     assert isinstance(tier, NvmeTier)
     extents = [plan.placement.of(layout.index, State.GRAD) for layout in plan.units if layout.trainable]
-    return PassingSpace(tier, [extent for extent in extents if extent.tier == name])
+    return PassingSpace(tier, [extent for extent in extents if extent.tier is kind])
 
 
-def _grad_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Device, kernels: Kernels) -> GradBuffers:
+def _grad_buffers(
+    plan: Plan, tiers: dict[TierKind, Tier], pools: Pools, device: Device, kernels: Kernels
+) -> GradBuffers:
     return GradBuffers(
         device=device,
         tiers=tiers,
@@ -263,7 +266,7 @@ def _grad_buffers(plan: Plan, tiers: dict[str, Tier], pools: Pools, device: Devi
 
 
 def _update_buffers(
-    plan: Plan, tiers: dict[str, Tier], grad_tiers: dict[str, Tier], pools: Pools, device: Device
+    plan: Plan, tiers: dict[TierKind, Tier], grad_tiers: dict[TierKind, Tier], pools: Pools, device: Device
 ) -> UpdateBuffers:
     return UpdateBuffers(
         device=device,

@@ -10,6 +10,7 @@ import torch
 
 from infinity.plan.grad_dtypes import GradDtypes
 from infinity.plan.placement import Extent, Placement, State
+from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.pool import Lease, Pool
@@ -23,7 +24,7 @@ class GradBuffers:
     """Tiers of gradients, and the buffers on the way."""
 
     device: Device
-    tiers: Mapping[str, Tier]
+    tiers: Mapping[TierKind, Tier]
     """Tiers of stored gradients, by name."""
     placement: Placement
     dtypes: Callable[[torch.dtype], GradDtypes]
@@ -53,7 +54,7 @@ class GradBuffers:
 
     def on_device(self, unit: Unit) -> bool:
         """Return whether the unit's gradient is stored and updated in a memory of the device's own."""
-        return self.tier_of(unit).on_device and not self.device.host_addressable
+        return self.tier_of(unit).kind.on_device and not self.device.host_addressable
 
     def stored_in_place(self, unit: Unit) -> torch.Tensor | None:
         """Return the unit's stored shard as a view of the tier, (shard_numel,); None if it is not added in place."""

@@ -50,7 +50,7 @@ class StoredPieces:
         """Start to read the next pieces: one, and as many more as buffers are free."""
         while self._unread:
             start, nbytes = self._blocks(self._unread[0])
-            if self._tier.in_memory:
+            if self._tier.kind.in_memory:
                 window = self._tier.window(self._extent, start, nbytes, self._pool)
                 assert window is not None
             else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 from infinity.concurrency import now
 from infinity.observe.waits import Waited, Waits, between
+from infinity.tier_kind import TierKind
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Ledger:
     def __init__(
         self,
         counters: Callable[[], dict[str, float]],
-        tier_bytes: Callable[[], dict[str, int]],
+        tier_bytes: Callable[[], dict[TierKind, int]],
         device_peak: Callable[[], int],
         waits: Waits,
     ) -> None:
@@ -72,7 +73,7 @@ class Ledger:
         """
         return between(self._waits_before, self._waits.so_far())
 
-    def tier_bytes(self) -> dict[str, int]:
+    def tier_bytes(self) -> dict[TierKind, int]:
         """Return the bytes that this rank's engine has reserved in each tier: "device", "host", "nvme"."""
         return self._tier_bytes()
 

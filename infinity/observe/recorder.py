@@ -16,6 +16,7 @@ from infinity.concurrency import now
 from infinity.observe.recording import MODEL, Mark, Recording, Request, Stamp, Stamped, Timed, Wait
 from infinity.observe.timeline import Sample
 from infinity.observe.waits import Waits
+from infinity.tier_kind import TierKind
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _OURS = "infinity-"
@@ -71,7 +72,7 @@ class Recorder:
             self._recordings = tuple(each for each in self._recordings if each is not recording)
             self.is_on = bool(self._recordings)
 
-    def sample(self, nbytes: Mapping[str, int]) -> None:
+    def sample(self, nbytes: Mapping[TierKind, int]) -> None:
         """Record the present bytes in tiers."""
         for recording in self._recordings:
             recording.samples.append(Sample(now(), nbytes))

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from infinity.tier_kind import TierKind
+
 LANES = (
     "compute",
     "gather",
@@ -23,7 +25,6 @@ LANES = (
 """compute: the model. gather: collectives of parameters. reduce: gradients: collectives, sums and norms. update: the
 optimizer step. activations: saved activations in other tiers.
 """
-TIERS = ("device", "host", "nvme")
 
 
 class Work(Protocol):
@@ -72,7 +73,7 @@ class Sample:
     """Bytes in each tier at a time."""
 
     time: float
-    nbytes: Mapping[str, int]
+    nbytes: Mapping[TierKind, int]
 
 
 def chrome_trace(
@@ -126,8 +127,8 @@ def _named(kind: str, rank: int, tid: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}
 
 
-def _counters(rank: int, time: int, nbytes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    for tier in TIERS:
+def _counters(rank: int, time: int, nbytes: Mapping[TierKind, int]) -> Iterator[dict[str, Any]]:
+    for tier in TierKind:
         count = {"bytes": nbytes.get(tier, 0)}
         yield {"name": f"{tier} bytes", "ph": "C", "pid": rank, "tid": 0, "ts": time / 1000, "args": count}
 

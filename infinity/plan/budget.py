@@ -15,6 +15,7 @@ from typing import TypeVar
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Policy, State, aligned, place
 from infinity.plan.policy import DeviceInfo
+from infinity.tier_kind import TierKind
 
 _SHARE = 2
 """Divisor of the device's memory. States and buffers fill this part; the rest is for activations, which a plan does not
@@ -27,7 +28,7 @@ _KINDS = (State.PARAM, State.OPTIM, State.GRAD)
 """Kinds of states in the order in which those of equal traffic get room."""
 
 _Item = TypeVar("_Item")
-Faster = Mapping[tuple[int, State], str]
+Faster = Mapping[tuple[int, State], TierKind]
 """(unit index, state) → tier, for states that a budget keeps in faster memory than the config names."""
 
 
@@ -78,21 +79,21 @@ def on_device(
     if budget.device_optimizer is not None:
         elements = int(budget.device_optimizer * sum(unit.shard_numel for unit in trained))
         updated = _within(elements, trained, lambda unit: unit.shard_numel)
-        return {(unit.index, state): "device" for unit in updated for state in (State.OPTIM, State.GRAD)}
+        return {(unit.index, state): TierKind.DEVICE for unit in updated for state in (State.OPTIM, State.GRAD)}
     if not device.limit or not device.updates:
         return {}
     placement = place(layouts, policy)
 
     def moved(unit: UnitLayout) -> list[State]:
-        return [state for state in State if placement.holds(unit.index, state) and policy.tier_of(state) != "device"]
+        return [state for state in State if placement.holds(unit.index, state) and not policy.tier_of(state).on_device]
 
     def nbytes(unit: UnitLayout) -> int:
         return sum(aligned(placement.of(unit.index, state).nbytes) for state in moved(unit))
 
-    first = trained if policy.optim_tier != "device" else []
+    first = trained if not policy.optim_tier.on_device else []
     rest = spread([layout for layout in layouts if layout not in first])
     fitting = _within(device.usable // _SHARE - needed({}), [*first, *rest], nbytes)
-    return {(unit.index, state): "device" for unit in fitting for state in moved(unit)}
+    return {(unit.index, state): TierKind.DEVICE for unit in fitting for state in moved(unit)}
 
 
 def fill(
@@ -143,9 +144,8 @@ def fill(
             elements[state] += layouts[unit].shard_numel
         return list(elements.values())
 
-    whole = place(
-        layouts, policy, {**placed, **{key: "host" for state in kinds for key in _in_host(state, kinds[state])}}
-    )
+    everything = {key: tier for state in kinds for key, tier in _in_host(state, kinds[state]).items()}
+    whole = place(layouts, policy, {**placed, **everything})
     bare = needed(placed)
     # A choice needs at least the bytes of its states, and gains nothing if it needs more than none.
     saving = [start for start in _starts(kinds) if sum(whole.of(*key).nbytes for key in start) < bare]
@@ -165,7 +165,11 @@ def _starts(kinds: Mapping[State, Sequence[UnitLayout]]) -> Iterator[Faster]:
         return [[], *([unit for unit in units if unit.shard_numel >= size] for size in dict.fromkeys(least))]
 
     for choice in product(*map(largest, kinds.values())):
-        yield {key: "host" for state, units in zip(kinds, choice, strict=True) for key in _in_host(state, units)}
+        yield {
+            key: tier
+            for state, units in zip(kinds, choice, strict=True)
+            for key, tier in _in_host(state, units).items()
+        }
 
 
 def _useful(starts: Sequence[tuple[Faster, int]]) -> Iterator[Faster]:
@@ -192,7 +196,7 @@ def turns(
         return updated_first and state is not State.OPTIM, -traffic(state, policy, accumulation)
 
     for state in sorted(_KINDS, key=turn):
-        if policy.tier_of(state) != "nvme":
+        if policy.tier_of(state).in_memory:
             continue
         units = [layout for layout in layouts if state is State.PARAM or layout.trainable]
         units = [unit for unit in units if (unit.index, state) not in placed]
@@ -202,7 +206,7 @@ def turns(
 
 
 def _in_host(state: State, units: Iterable[UnitLayout]) -> Faster:
-    return {(unit.index, state): "host" for unit in units}
+    return {(unit.index, state): TierKind.HOST for unit in units}
 
 
 def _within(room: int, units: Sequence[UnitLayout], size: Callable[[UnitLayout], int]) -> list[UnitLayout]:

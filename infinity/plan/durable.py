@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from infinity.plan.placement import Extent, Placement, State, aligned
+from infinity.tier_kind import TierKind
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,13 @@ def plan_durable(run: str, placement: Placement, used: int) -> DurablePlan:
 
     def next_slot(extent: Extent) -> Extent:
         nonlocal end
-        place = replace(extent, tier="nvme", offset=end)
+        place = replace(extent, tier=TierKind.NVME, offset=end)
         end += aligned(extent.nbytes)
         return place
 
     for (unit, state), extent in placement.extents.items():
         if state is State.GRAD:
             continue
-        first = extent if extent.tier == "nvme" else next_slot(extent)
+        first = next_slot(extent) if extent.tier.in_memory else extent
         found.append(Durable(unit, state, extent, first, next_slot(extent)))
     return DurablePlan(run, tuple(found), end - used)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from infinity.plan.durable import DurablePlan, plan_durable
 from infinity.plan.placement import EXTENT_ALIGNMENT, Placement, checksum_block
 from infinity.plan.stripe import shares, stripe_chunk
+from infinity.tier_kind import TierKind
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -46,8 +47,8 @@ class IoPlan:
 
 def plan_io(config: Config, placement: Placement, *, train: bool) -> IoPlan | None:
     """Return the plan of the nvme tier; None if no extent lies there and no state is durable. train: states change."""
-    passing = placement.passing.get("nvme", 0)
-    nbytes = placement.nbytes.get("nvme", 0) + passing
+    passing = placement.passing.get(TierKind.NVME, 0)
+    nbytes = placement.nbytes.get(TierKind.NVME, 0) + passing
     if train and config.infinity.durable and placement.extents:
         durable = plan_durable(config.infinity.run, placement, nbytes)
         paths = config.zero_optimization.durable_paths

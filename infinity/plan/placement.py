@@ -21,6 +21,7 @@ import torch
 from infinity.plan.formats import StateFormat
 from infinity.plan.grad_dtypes import GradDtypes
 from infinity.plan.layout import UnitLayout
+from infinity.tier_kind import TierKind
 
 EXTENT_ALIGNMENT = 64 << 10
 """Alignment of extents in bytes: the largest checksum block, and a multiple of the blocks of any disk."""
@@ -46,7 +47,7 @@ CALLED = {State.PARAM: "parameters", State.GRAD: "gradient", State.OPTIM: "optim
 class Extent:
     """Bytes [offset, offset + nbytes) of a tier; offsets are multiples of `EXTENT_ALIGNMENT`."""
 
-    tier: str
+    tier: TierKind
     offset: int
     nbytes: int
     name: str
@@ -78,9 +79,9 @@ def tiles(shard_numel: int, tile_size: int, states: StateFormat) -> list[Tile]:
 class Policy:
     """Tiers and formats of states, from the config. A budget may place states of some units in faster tiers."""
 
-    param_tier: str
-    optim_tier: str
-    grad_tier: str
+    param_tier: TierKind
+    optim_tier: TierKind
+    grad_tier: TierKind
     grads: Callable[[torch.dtype], GradDtypes]
     """Dtype of parameters → dtypes of their gradients."""
     states: Callable[[torch.dtype], StateFormat]
@@ -95,20 +96,20 @@ class Policy:
     grads_whole: bool = False
     """True if gradients of all units are summed over micro-batches in device buffers before they are reduced."""
 
-    def passes(self, tier: str) -> bool:
+    def passes(self, tier: TierKind) -> bool:
         """Return whether memory or space of gradients stored in `tier` is held only while it is used. Device memory
         that a budget gives to some units is reserved."""
-        return self.grads_pass and (tier != "device" or self.grad_tier == tier)
+        return self.grads_pass and (not tier.on_device or self.grad_tier == tier)
 
-    def tier_of(self, state: State) -> str:
+    def tier_of(self, state: State) -> TierKind:
         """Return the tier of a state without a budget, which is the slowest one with a budget."""
         return {State.PARAM: self.param_tier, State.OPTIM: self.optim_tier, State.GRAD: self.grad_tier}[state]
 
-    def tile_of(self, *tiers: str) -> int:
+    def tile_of(self, *tiers: TierKind) -> int:
         """Return the elements of a tile of a unit with its gradient and optimizer states in `tiers`."""
         if self.tile_size is not None:
             return self.tile_size
-        return DISK_TILE if "nvme" in tiers else WHOLE_SHARD
+        return WHOLE_SHARD if all(tier.in_memory for tier in tiers) else DISK_TILE
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,9 @@ class Placement:
     """Extents by (unit index, state), and the bytes each tier needs for them."""
 
     extents: Mapping[tuple[int, State], Extent]
-    nbytes: Mapping[str, int]
-    passing: Mapping[str, int]
-    """Tier → bytes of gradients whose memory or space is held while it is used (`Policy.grads_pass`). On nvme they
+    nbytes: Mapping[TierKind, int]
+    passing: Mapping[TierKind, int]
+    """Tier → bytes of gradients whose memory or space is held while it is used (`Policy.grads_pass`). In files they
     follow the other extents."""
     tile_sizes: Mapping[int, int]
     """Trained unit → elements of its tiles."""
@@ -131,26 +132,26 @@ class Placement:
     def holds(self, unit: int, state: State) -> bool:
         return (unit, state) in self.extents
 
-    def tiers(self, *states: State) -> set[str]:
+    def tiers(self, *states: State) -> set[TierKind]:
         """Return the tiers that hold extents of `states`."""
         return {extent.tier for (_, state), extent in self.extents.items() if state in states}
 
 
 def place(
-    layouts: Sequence[UnitLayout], policy: Policy, faster: Mapping[tuple[int, State], str] | None = None
+    layouts: Sequence[UnitLayout], policy: Policy, faster: Mapping[tuple[int, State], TierKind] | None = None
 ) -> Placement:
     """Return the extents of one rank's shards. Frozen units have a `param` extent only.
 
     faster: (unit index, state) → tier, instead of the policy's.
     """
     extents: dict[tuple[int, State], Extent] = {}
-    used: dict[str, int] = {}
-    passing: dict[str, int] = {}
+    used: dict[TierKind, int] = {}
+    passing: dict[TierKind, int] = {}
     tile_sizes: dict[int, int] = {}
     granule = EXTENT_ALIGNMENT
     chosen = faster or {}
 
-    def tier_of(layout: UnitLayout, state: State) -> str:
+    def tier_of(layout: UnitLayout, state: State) -> TierKind:
         return chosen.get((layout.index, state)) or policy.tier_of(state)
 
     def add(layout: UnitLayout, state: State, nbytes: int) -> None:
@@ -170,10 +171,10 @@ def place(
         add(layout, State.OPTIM, full * states.nbytes(tile) + states.nbytes(rest))
         add(layout, State.GRAD, layout.shard_numel * width)
         granule = math.gcd(granule, states.nbytes(tile), tile * width)
-    if "nvme" in passing:
-        first = used.setdefault("nvme", 0)
+    for tier in passing:
+        first = used.setdefault(tier, 0) if not tier.in_memory else 0
         for key, extent in extents.items():
-            if key[1] is State.GRAD and extent.tier == "nvme":
+            if key[1] is State.GRAD and extent.tier is tier:
                 extents[key] = replace(extent, offset=first + extent.offset)
     return Placement(extents, used, passing, tile_sizes, granule)
 

@@ -43,6 +43,7 @@ from infinity.plan.pools import (
     unit_pool,
     update_pools,
 )
+from infinity.tier_kind import TierKind
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -93,45 +94,49 @@ class Plan:
     debug: bool
     """Poison released buffers, and reuse each as late as possible."""
 
-    def nbytes(self) -> dict[str, int]:
+    def nbytes(self) -> dict[TierKind, int]:
         """Return tier → bytes that the engine allocates for its whole life: extents and pools.
 
         Room for saved activations is not counted: it is added while the model runs.
         """
-        held = {"device": 0, "host": 0, "nvme": 0, **self.placement.nbytes}
+        held = {**dict.fromkeys(TierKind, 0), **self.placement.nbytes}
         if self.io is not None:
-            held["nvme"] = self.io.reserved
+            held[TierKind.NVME] = self.io.reserved
         for pool in self.pools:
             held[pool.tier] += pool.nbytes
         return held
 
     @property
-    def passing(self) -> Mapping[str, int]:
+    def passing(self) -> Mapping[TierKind, int]:
         """Tier → bytes that gradients may take beside `nbytes`: all of them in the first three steps, and later those
         of units that cannot be updated as backward leaves them, or are `in_forward`. On nvme all are reserved at start.
         """
         return self.placement.passing if self.update is not None else {}
 
-    def peak_nbytes(self) -> dict[str, int]:
+    def peak_nbytes(self) -> dict[TierKind, int]:
         """Return tier → bytes that must be available: `nbytes` and `passing`."""
         return {tier: nbytes + self.passing.get(tier, 0) for tier, nbytes in self.nbytes().items()}
 
     def peak_of_host(self) -> int:
         """Return the peak of host memory, which includes the device's buffers if the host computes."""
         peak = self.peak_nbytes()
-        return peak["host"] + (peak["device"] if self.device.type == "cpu" else 0)
+        return sum(nbytes for tier, nbytes in peak.items() if self.in_host_memory(tier))
+
+    def in_host_memory(self, tier: TierKind) -> bool:
+        """Return whether a tier is memory of the host, as that of a device is if the host computes."""
+        return tier.in_host_memory or (tier.on_device and self.device.type == "cpu")
 
     @property
     def own_pools(self) -> list[PoolSpec]:
         """Pools that the engine allocates. The files on nvme and the communicator allocate theirs themselves."""
         return [pool for pool in self.pools if pool.name not in (STAGING, READ_AHEAD, COLLECTIVES, ACTIVATIONS)]
 
-    def pinned(self, tier: str) -> list[tuple[int, int]]:
+    def pinned(self, tier: TierKind) -> list[tuple[int, int]]:
         """Return bytes [start, stop) of a tier that the device copies: parameters, and gradients stored in place.
 
         Empty if it is not host memory, or is not to be pinned. Optimizer states in host memory never leave it.
         """
-        if tier != "host" or self.device.host_addressable or not self.pin_memory:
+        if not tier.in_host_memory or self.device.host_addressable or not self.pin_memory:
             return []
         states = (State.PARAM,) if self.policy.grads_pass else (State.PARAM, State.GRAD)
         found = [
@@ -211,7 +216,7 @@ def make_plan(
     )
     placed = partial(_placed, bare, config, discovered)
 
-    faster = on_device(layouts, rules, budget, device, lambda chosen: placed(chosen).peak_nbytes()["device"])
+    faster = on_device(layouts, rules, budget, device, lambda chosen: placed(chosen).peak_nbytes()[TierKind.DEVICE])
     return placed(
         fill(layouts, rules, accumulation, budget, device, faster, lambda chosen: placed(chosen).peak_of_host())
     )
@@ -233,8 +238,8 @@ def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster) 
         pools += bare.activations.pools()
     if ranks.backend == "gloo":
         pools.append(exchange_pool(layouts, ranks))
-    taken = sum(held.get("device", 0) for held in (placement.nbytes, placement.passing)) + sum(
-        pool.nbytes for pool in pools if pool.tier == "device"
+    taken = sum(held.get(TierKind.DEVICE, 0) for held in (placement.nbytes, placement.passing)) + sum(
+        pool.nbytes for pool in pools if pool.tier.on_device
     )
     room = device.usable - taken if device.usable else None
     units, prefetch_bytes = unit_pool(config, discovered, layouts, rules, room, repeats=bare.update is None)

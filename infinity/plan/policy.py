@@ -15,6 +15,7 @@ from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Placement, Policy, State
 from infinity.plan.stage import Sharding
 from infinity.rules import MomentFormat, RuleName
+from infinity.tier_kind import TierKind
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -25,9 +26,6 @@ to the buffer afterwards, if the unit stays there; or a host buffer that is copi
 """
 
 UpdateSchedule = Literal["during_backward", "next_forward", "after_backward"]
-
-TIERS = {"none": "device", "cpu": "host", "nvme": "nvme"}
-"""Name of a device in the config → tier."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name of a dtype in the config → dtype."""
@@ -140,11 +138,11 @@ def policy(config: Config, accumulation: int, ranks: RankInfo) -> Policy:
     """
     zero = config.zero_optimization
     sharding = Sharding.of(zero.stage)
-    optim_tier = TIERS[zero.offload_optimizer.device]
+    optim_tier = TierKind.of_config(zero.offload_optimizer.device)
     summed = accumulation > 1 or not config.managed_gradient_accumulation or config.infinity.accumulation_buffers
     whole = not sharding.grads and summed
     return Policy(
-        param_tier=TIERS[zero.offload_param.device],
+        param_tier=TierKind.of_config(zero.offload_param.device),
         optim_tier=optim_tier,
         grad_tier=optim_tier,
         grads=GradFormat(
@@ -167,9 +165,9 @@ def updated_in(placement: Placement, unit: int, *, host_addressable: bool) -> Up
 
     host_addressable: the host's kernels can work in the device's buffers.
     """
-    if placement.of(unit, State.OPTIM).tier == "device":
+    if placement.of(unit, State.OPTIM).tier.on_device:
         return "buffer"
-    if placement.of(unit, State.PARAM).tier == "host":
+    if placement.of(unit, State.PARAM).tier.in_host_memory:
         return "tier"
     return "buffer" if host_addressable else "staging"
 

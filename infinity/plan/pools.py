@@ -18,6 +18,7 @@ from infinity.plan.discovered import Discovered
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import EXTENT_ALIGNMENT, Placement, Policy, State, aligned
 from infinity.plan.policy import DeviceInfo, RankInfo, updated_in
+from infinity.tier_kind import TierKind
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -77,10 +78,10 @@ _WIDEST = 4
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """Buffers of one pool. tier: "device" or "host". sizes: buffer bytes → count."""
+    """Buffers of one pool, in memory of the device or the host. sizes: buffer bytes → count."""
 
     name: str
-    tier: str
+    tier: TierKind
     sizes: Mapping[int, int]
 
     @property
@@ -106,7 +107,7 @@ def unit_pool(
     """
     sizes = [layout.nbytes for layout in layouts]
     if policy.resident:
-        return PoolSpec(UNITS, "device", size_classes(sizes, 0, [sizes])), sum(sizes)
+        return PoolSpec(UNITS, TierKind.DEVICE, size_classes(sizes, 0, [sizes])), sum(sizes)
     asked, largest = config.infinity.prefetch_bytes, max(sizes)
     beside = cached_bytes(config, layouts) // largest + _UPDATED
 
@@ -135,7 +136,7 @@ def _unit_buffers(
     sizes: Sequence[int], ahead: Sequence[range], discovered: Discovered, beside: int, *, repeats: bool
 ) -> PoolSpec:
     together = _together(sizes, ahead, discovered.held_together, beside, repeats=repeats)
-    return PoolSpec(UNITS, "device", size_classes(sizes, _HELD + beside, together))
+    return PoolSpec(UNITS, TierKind.DEVICE, size_classes(sizes, _HELD + beside, together))
 
 
 def _runs(sizes: list[int], nbytes: int) -> Iterator[range]:
@@ -196,23 +197,23 @@ def gradient_pools(
     few = _in_flight(_GRADIENTS_AT_ONCE, max(collected), debug=debug)
     at_once = len(layouts) if policy.grads_whole else few
     if any(kept.collected != kept.reduced for kept in dtypes):
-        yield PoolSpec(GRADIENTS_TO_REDUCE, "device", _of_neighbours(reduced, few))
-    leaving = [nbytes // ranks.shards for nbytes, tier in zip(reduced, tiers, strict=True) if tier != "device"]
+        yield PoolSpec(GRADIENTS_TO_REDUCE, TierKind.DEVICE, _of_neighbours(reduced, few))
+    leaving = [nbytes // ranks.shards for nbytes, tier in zip(reduced, tiers, strict=True) if not tier.on_device]
     if leaving and not device.host_addressable:
-        yield PoolSpec(GRADIENT_SHARDS, "host", _of_neighbours(leaving, few))
-    yield PoolSpec(GRADIENTS, "device", _of_neighbours(collected, at_once))
+        yield PoolSpec(GRADIENT_SHARDS, TierKind.HOST, _of_neighbours(leaving, few))
+    yield PoolSpec(GRADIENTS, TierKind.DEVICE, _of_neighbours(collected, at_once))
     whole, read = [], []
     for nbytes, tier, kept in zip(stored, tiers, dtypes, strict=True):
         if _adds_in_place(policy, tier):
             continue
-        if kept.reduced != kept.stored or (tier == "device" and not device.host_addressable):
+        if kept.reduced != kept.stored or (tier.on_device and not device.host_addressable):
             whole.append(nbytes)
-        elif tier == "nvme":
+        elif not tier.in_memory:
             read.append(min(aligned(nbytes), PIECE_BYTES + 2 * EXTENT_ALIGNMENT))
     if not all(_adds_in_place(policy, tier) for tier in tiers):
         sums = _SUMS_AT_ONCE if any(kept.reduced != kept.stored for kept in dtypes) else 1
         sizes = ({max(read): _PIECES_READ} if read else {}) | ({max(whole): sums} if whole else {})
-        yield PoolSpec(STORED_GRADIENTS, "device" if policy.grad_tier == "device" else "host", sizes)
+        yield PoolSpec(STORED_GRADIENTS, TierKind.DEVICE if policy.grad_tier.on_device else TierKind.HOST, sizes)
 
 
 def _of_neighbours(sizes: Sequence[int], at_once: int) -> dict[int, int]:
@@ -224,9 +225,9 @@ def _of_neighbours(sizes: Sequence[int], at_once: int) -> dict[int, int]:
     return size_classes(sizes, at_once, (sizes[start : start + at_once] for start in range(len(sizes))))
 
 
-def _adds_in_place(policy: Policy, tier: str) -> bool:
+def _adds_in_place(policy: Policy, tier: TierKind) -> bool:
     """Return whether gradients are added to those stored in `tier` in place: in reserved memory."""
-    return tier != "nvme" and not policy.passes(tier)
+    return tier.in_memory and not policy.passes(tier)
 
 
 def update_pools(
@@ -234,26 +235,26 @@ def update_pools(
 ) -> Iterator[PoolSpec]:
     """Yield the pools of the update. Tiles of states in memory need no buffers. layouts: of trained units."""
 
-    def on_nvme(state: State) -> list[tuple[UnitLayout, int]]:
-        """Return the units with `state` on nvme, each with the elements of its largest tile."""
+    def in_files(state: State) -> list[tuple[UnitLayout, int]]:
+        """Return the units with `state` in files, each with the elements of its largest tile."""
         return [
             (layout, min(layout.shard_numel, placement.tile_sizes[layout.index]))
             for layout in layouts
-            if placement.of(layout.index, state).tier == "nvme"
+            if not placement.of(layout.index, state).tier.in_memory
         ]
 
-    states = [policy.states(layout.dtype).nbytes(numel) for layout, numel in on_nvme(State.OPTIM)]
-    grads = [policy.grads(layout.dtype).stored.itemsize * numel for layout, numel in on_nvme(State.GRAD)]
+    states = [policy.states(layout.dtype).nbytes(numel) for layout, numel in in_files(State.OPTIM)]
+    grads = [policy.grads(layout.dtype).stored.itemsize * numel for layout, numel in in_files(State.GRAD)]
     count = _in_flight(_TILE_BUFFERS, max([*states, *grads], default=0), debug=debug)
     for name, tiles in ((TILES, states), (GRADIENT_TILES, grads)):
-        yield PoolSpec(name, "host", {max(tiles): count} if tiles else {})
+        yield PoolSpec(name, TierKind.HOST, {max(tiles): count} if tiles else {})
     staged = [
         layout.shard_nbytes
         for layout in layouts
         if updated_in(placement, layout.index, host_addressable=device.host_addressable) == "staging"
     ]
     if staged:
-        yield PoolSpec(PARAMETER_SHARDS, "host", {max(staged): 2})
+        yield PoolSpec(PARAMETER_SHARDS, TierKind.HOST, {max(staged): 2})
 
 
 def reads_ahead(tile_buffers: int) -> int:
@@ -273,14 +274,14 @@ def staging_pools(config: Config, layouts: Sequence[UnitLayout], placement: Plac
 
     Parameters on nvme are read into host buffers before a device buffer is free for them.
     """
-    pools = [PoolSpec(STAGING, "host", {STAGING_BYTES: STAGED_READS + STAGED_WRITES})]
-    on_nvme = [x.shard_nbytes for x in layouts if placement.of(x.index, State.PARAM).tier == "nvme"]
+    pools = [PoolSpec(STAGING, TierKind.HOST, {STAGING_BYTES: STAGED_READS + STAGED_WRITES})]
+    on_nvme = [x.shard_nbytes for x in layouts if not placement.of(x.index, State.PARAM).tier.in_memory]
     largest = max(on_nvme, default=0)
     asked = config.infinity.read_ahead_bytes
     nbytes = _UNITS_READ_AHEAD * largest if asked == "auto" else int(asked)
     if on_nvme and nbytes:
         size = min(STAGING_BYTES, -(-largest // _PAGE) * _PAGE)
-        pools.append(PoolSpec(READ_AHEAD, "host", {size: -(-nbytes // size)}))
+        pools.append(PoolSpec(READ_AHEAD, TierKind.HOST, {size: -(-nbytes // size)}))
     return pools
 
 
@@ -300,7 +301,7 @@ def largest_sum(layouts: Sequence[UnitLayout], ranks: int) -> int:
 def exchange_pool(layouts: Sequence[UnitLayout], ranks: RankInfo) -> PoolSpec:
     """Return the receive buffer of exchanges between pairs of ranks (gloo)."""
     nbytes = 2 * (ranks.size - 1) * exchange_piece(largest_sum(layouts, ranks.size), ranks.size)
-    return PoolSpec(COLLECTIVES, "host", {nbytes: 1})
+    return PoolSpec(COLLECTIVES, TierKind.HOST, {nbytes: 1})
 
 
 def size_classes(sizes: Sequence[int], depth: int, together: Iterable[Sequence[int]] = ()) -> dict[int, int]:

@@ -9,6 +9,7 @@ from infinity.observe.units import show_bytes
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.plan.pools import ACTIVATIONS, COLLECTIVES, GRADIENT_TILES, READ_AHEAD, STAGING, TILES, UNITS
+from infinity.tier_kind import TierKind
 
 _KEYS = {
     TILES: "infinity.tile_size",
@@ -24,7 +25,7 @@ _FIXED = frozenset({STAGING, COLLECTIVES})
 class Exceeded(NamedTuple):
     """A limit of `infinity.memory` that a rank's plan exceeds: bytes needed, bytes allowed, and a fix."""
 
-    tier: str
+    tier: TierKind
     kind: str
     needed: int
     limit: int
@@ -35,58 +36,58 @@ def exceeded(plan: Plan) -> Iterator[Exceeded]:
     """Yield the limits of `infinity.memory` that the plan exceeds."""
     needed = plan.peak_nbytes()
     limits = (
-        ("device", "memory", needed["device"], plan.device.limit or None),
-        ("host", "memory", plan.peak_of_host(), plan.budget.host),
-        ("nvme", "space", needed["nvme"], plan.budget.nvme),
+        (TierKind.DEVICE, "memory", needed[TierKind.DEVICE], plan.device.limit or None),
+        (TierKind.HOST, "memory", plan.peak_of_host(), plan.budget.host),
+        (TierKind.NVME, "space", needed[TierKind.NVME], plan.budget.nvme),
     )
     for tier, kind, nbytes, limit in limits:
         if limit is not None and nbytes > limit:
-            fix = (tier == "device" and _smaller_budget(plan, tier)) or _fix(plan, tier)
+            fix = (tier.on_device and _smaller_budget(plan, tier)) or _fix(plan, tier)
             yield Exceeded(tier, kind, nbytes, limit, f"raise infinity.memory.{tier}, or {fix}")
 
 
-def shortage(plan: Plan, available: Mapping[str, int]) -> tuple[str, int, int, str] | None:
+def shortage(plan: Plan, available: Mapping[TierKind, int]) -> tuple[str, int, int, str] | None:
     """Return (memory, bytes needed, bytes available, fix) of the first memory that the plan exceeds; None if it fits.
 
-    available: "host" → bytes; "device" → bytes, unless the device is the host.
+    available: bytes of the host's memory and, unless the host computes, of the device's.
     """
     over = next(exceeded(plan), None)
     if over is not None:
         return f"{over.tier} {over.kind} (infinity.memory.{over.tier})", over.needed, over.limit, over.fix
-    needed = plan.peak_nbytes()
-    if plan.device.type == "cpu":
-        needed = {"device": 0, "host": needed["device"] + needed["host"]}
-    for tier in ("host", "device"):
-        if needed[tier] > available.get(tier, 0):
+    needed = {TierKind.HOST: plan.peak_of_host()}
+    if not plan.in_host_memory(TierKind.DEVICE):
+        needed[TierKind.DEVICE] = plan.peak_nbytes()[TierKind.DEVICE]
+    for tier, nbytes in needed.items():
+        if nbytes > available.get(tier, 0):
             fix = _smaller_budget(plan, tier) or _fix(plan, tier)
-            return f"{tier} memory", needed[tier], available.get(tier, 0), fix
+            return f"{tier} memory", nbytes, available.get(tier, 0), fix
     return None
 
 
-def _smaller_budget(plan: Plan, tier: str) -> str:
+def _smaller_budget(plan: Plan, tier: TierKind) -> str:
     """Return the fix that lowers the bytes that a budget holds in `tier`; empty if it holds none."""
     extents = plan.placement.extents.items()
     if all(plan.policy.tier_of(state) == tier for (_, state), extent in extents if extent.tier == tier):
         return ""
-    if tier == "device" and plan.budget.device_optimizer:
+    if tier.on_device and plan.budget.device_optimizer:
         return "lower infinity.memory.device_optimizer (in DeepSpeed's keys: raise offload_optimizer.ratio)"
-    if tier != "host":
+    if not tier.in_host_memory:
         return ""
     if plan.budget.host is not None:
         return "lower infinity.memory.host"
     return "lower infinity.memory.host_params (in DeepSpeed's keys: offload_param.max_in_cpu)"
 
 
-def _fix(plan: Plan, tier: str) -> str:
+def _fix(plan: Plan, tier: TierKind) -> str:
     """Return the fix that lowers the bytes in `tier`: of its extents, or of its pools if they are larger."""
-    if tier == "nvme":
+    if not tier.in_memory:
         return 'use fewer bytes per parameter (bf16, or infinity.moments "8bit"), or more ranks'
-    tiers = ("device", "host") if plan.device.type == "cpu" and tier == "host" else (tier,)
+    tiers = [each for each in TierKind if each is tier or (tier.in_host_memory and plan.in_host_memory(each))]
     extents = sum(held.get(name, 0) for held in (plan.placement.nbytes, plan.passing) for name in tiers)
     pools = sum(pool.nbytes for pool in plan.pools if pool.tier in tiers)
     movable = any(plan.policy.tier_of(state) in tiers for state in (State.PARAM, State.OPTIM))
     if plan.policy.resident or (movable and extents >= pools):
-        devices = "nvme" if "host" in tiers else "cpu or nvme"
+        devices = "nvme" if tier.in_host_memory else "cpu or nvme"
         return f"give offload_param or offload_optimizer the device {devices} (zero_optimization), or use more ranks"
     fix = smaller_buffers(plan, tiers)
     if not fix:
@@ -101,7 +102,7 @@ def _fix(plan: Plan, tier: str) -> str:
     )
 
 
-def smaller_buffers(plan: Plan, tiers: Sequence[str]) -> str:
+def smaller_buffers(plan: Plan, tiers: Sequence[TierKind]) -> str:
     """Return the keys to lower for smaller buffers in `tiers`, with the bytes of a rank; empty: there are none."""
     keys = keys_of_buffers(plan, tiers)
     if not keys:
@@ -112,9 +113,9 @@ def smaller_buffers(plan: Plan, tiers: Sequence[str]) -> str:
     return f"lower {' or '.join([', '.join(changes[:-1]), changes[-1]] if others else changes)}"
 
 
-def keys_of_buffers(plan: Plan, tiers: Sequence[str]) -> list[tuple[str, int]]:
+def keys_of_buffers(plan: Plan, tiers: Sequence[TierKind]) -> list[tuple[str, int]]:
     """Return the keys that size the buffers in `tiers`, each with the bytes of these; the most bytes first."""
-    ahead = max(0, plan.buffer_bytes(UNITS) - plan.least_unit_bytes) if "device" in tiers else 0
+    ahead = max(0, plan.buffer_bytes(UNITS) - plan.least_unit_bytes) if TierKind.DEVICE in tiers else 0
     keys = ("infinity.prefetch_bytes", plan.prefetch_bytes), ("infinity.cache_bytes", plan.cached_bytes)
     found = {" and ".join(key for key, nbytes in keys if nbytes): ahead, "infinity.unit_size": -ahead}
     for pool in plan.pools:

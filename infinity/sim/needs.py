@@ -12,8 +12,8 @@ from infinity.plan.plan import Plan
 from infinity.plan.shortage import Exceeded, exceeded, smaller_buffers
 from infinity.sim.machine import Machine
 from infinity.sim.paper import STATES
+from infinity.tier_kind import TierKind
 
-TIERS = ("device", "host", "nvme")
 KINDS = ("params", "gradients", "optimizer", "activations", "buffers")
 _KIND = {State.PARAM: "params", State.GRAD: "gradients", State.OPTIM: "optimizer"}
 
@@ -22,66 +22,66 @@ _KIND = {State.PARAM: "params", State.GRAD: "gradients", State.OPTIM: "optimizer
 class Needs:
     """Bytes of a node. Without GPUs, the device's bytes are those of host memory."""
 
-    tiers: Mapping[str, Mapping[str, int]]
+    tiers: Mapping[TierKind, Mapping[str, int]]
     """Tier → kind → bytes: extents of states, activations and buffers."""
-    peak: Mapping[str, int]
+    peak: Mapping[TierKind, int]
     """Tier → the most bytes at once; host: with the processes themselves."""
-    passing: Mapping[str, int]
+    passing: Mapping[TierKind, int]
     """Tier → bytes of gradients, counted in `tiers` and `peak`, that are stored only in the first steps and in steps
     that depart from the trace."""
-    available: Mapping[str, int]
+    available: Mapping[TierKind, int]
     exceeded: Sequence[Exceeded] = ()
     """Limits of `infinity.memory` that the plan of a rank exceeds, at which the engine would not start."""
 
     @property
-    def lacking(self) -> list[str]:
+    def lacking(self) -> list[TierKind]:
         """Return the tiers of which the machine has too little."""
-        return [tier for tier in TIERS if self.peak[tier] > self.available[tier]]
+        return [tier for tier in TierKind if self.peak[tier] > self.available[tier]]
 
     @property
-    def limits(self) -> list[str]:
+    def limits(self) -> list[TierKind]:
         """Return the tiers of which the machine, or `infinity.memory`, gives too little."""
         over = {each.tier for each in self.exceeded}
-        return [tier for tier in TIERS if tier in over or tier in self.lacking]
+        return [tier for tier in TierKind if tier in over or tier in self.lacking]
 
-    def spare(self, tier: str) -> int:
+    def spare(self, tier: TierKind) -> int:
         return self.available[tier] - self.peak[tier]
 
-    def missing(self, tier: str) -> int:
+    def missing(self, tier: TierKind) -> int:
         return max(0, self.peak[tier] - self.available[tier])
 
 
-def needs_of(plan: Plan, machine: Machine, *, activations: Mapping[str, int], baseline_rss: int) -> Needs:
+def needs_of(plan: Plan, machine: Machine, *, activations: Mapping[TierKind, int], baseline_rss: int) -> Needs:
     """Return the bytes that all ranks of a node take together.
 
     activations: tier → peak bytes of one rank that autograd saves, besides parameters. baseline_rss: resident bytes of
     a process before it makes an engine.
     """
     ranks = machine.ranks_per_node
-    tiers = {tier: dict.fromkeys(KINDS, 0) for tier in TIERS}
+    tiers = {tier: dict.fromkeys(KINDS, 0) for tier in TierKind}
     for (_, state), extent in plan.placement.extents.items():
         tiers[extent.tier][_KIND[state]] += extent.nbytes * ranks
     if plan.io is not None and plan.io.durable is not None:
         for state, nbytes in plan.io.durable.added():
-            tiers["nvme"][_KIND[state]] += nbytes * ranks
+            tiers[TierKind.NVME][_KIND[state]] += nbytes * ranks
     for pool in plan.pools:
         tiers[pool.tier]["buffers"] += pool.nbytes * ranks
     peak = {tier: nbytes * ranks for tier, nbytes in plan.peak_nbytes().items()}
     for tier, nbytes in activations.items():
         tiers[tier]["activations"] = nbytes * ranks
         peak[tier] += nbytes * ranks
-    peak["host"] += baseline_rss * ranks
+    peak[TierKind.HOST] += baseline_rss * ranks
     if not machine.gpus:
-        peak["host"], peak["device"] = peak["host"] + peak["device"], 0
-        merged = {kind: tiers["host"][kind] + tiers["device"][kind] for kind in KINDS}
-        tiers["host"], tiers["device"] = merged, dict.fromkeys(KINDS, 0)
-    passing = {tier: plan.passing.get(tier, 0) * ranks for tier in TIERS}
+        peak[TierKind.HOST], peak[TierKind.DEVICE] = peak[TierKind.HOST] + peak[TierKind.DEVICE], 0
+        merged = {kind: tiers[TierKind.HOST][kind] + tiers[TierKind.DEVICE][kind] for kind in KINDS}
+        tiers[TierKind.HOST], tiers[TierKind.DEVICE] = merged, dict.fromkeys(KINDS, 0)
+    passing = {tier: plan.passing.get(tier, 0) * ranks for tier in TierKind}
     if not machine.gpus:
-        passing["host"], passing["device"] = passing["host"] + passing["device"], 0
+        passing[TierKind.HOST], passing[TierKind.DEVICE] = passing[TierKind.HOST] + passing[TierKind.DEVICE], 0
     available = {
-        "device": machine.device_memory * machine.gpus,
-        "host": machine.host_memory,
-        "nvme": machine.nvme,
+        TierKind.DEVICE: machine.device_memory * machine.gpus,
+        TierKind.HOST: machine.host_memory,
+        TierKind.NVME: machine.nvme,
     }
     return Needs(tiers, peak, passing, available, tuple(exceeded(plan)))
 
@@ -94,7 +94,7 @@ class Savings:
     """The model can recompute activations, and does not."""
     smaller_batch: bool
     """A micro-batch has several sequences."""
-    moved: Mapping[str, int]
+    moved: Mapping[TierKind, int]
     """Tier → bytes of a node that `infinity.activations.device` `"nvme"` frees there."""
 
 
@@ -112,16 +112,16 @@ def advice(plan: Plan, needs: Needs, savings: Savings) -> Iterator[str]:
         yield f"{memory_name(tier)} is {show_bytes(missing)} too small: {', and '.join(enough(changes, missing))}{more}"
 
 
-def memory_name(tier: str) -> str:
-    return tier if tier == "nvme" else f"{tier} memory"
+def memory_name(tier: TierKind) -> str:
+    return f"{tier} memory" if tier.in_memory else str(tier)
 
 
 def kept_by_auto(plan: Plan, needs: Needs) -> int:
     """Return the bytes of a node's states that `infinity.memory.host: "auto"` keeps in host memory at most."""
     computes_on_host = plan.device.host_addressable
-    filled = sum(nbytes for kind, nbytes in needs.tiers["host"].items() if kind != "activations")
-    room = host_share(needs.available["host"], computes_on_host=computes_on_host) - filled
-    return max(0, min(room, needs.available["host"] - needs.peak["host"]))
+    filled = sum(nbytes for kind, nbytes in needs.tiers[TierKind.HOST].items() if kind != "activations")
+    room = host_share(needs.available[TierKind.HOST], computes_on_host=computes_on_host) - filled
+    return max(0, min(room, needs.available[TierKind.HOST] - needs.peak[TierKind.HOST]))
 
 
 def enough(changes: list[tuple[int, str]], missing: int) -> list[str]:
@@ -137,15 +137,15 @@ def enough(changes: list[tuple[int, str]], missing: int) -> list[str]:
     return chosen or [changes[-1][1]]
 
 
-def _changes(plan: Plan, needs: Needs, tier: str, savings: Savings) -> list[tuple[int, str]]:
+def _changes(plan: Plan, needs: Needs, tier: TierKind, savings: Savings) -> list[tuple[int, str]]:
     """Return (the most bytes that it frees, change), the smallest change first."""
     held = needs.tiers[tier]
     states = held["params"] + held["gradients"] + held["optimizer"]
-    if tier == "nvme":
+    if not tier.in_memory:
         return [(states, f"use a larger drive or more nodes{_smaller_moments(plan)}")]
-    if tier == "host" and plan.budget.host is not None:
+    if tier.in_host_memory and plan.budget.host is not None:
         place = "lower infinity.memory.host, which states and buffers fill"
-    elif tier == "host":
+    elif tier.in_host_memory:
         place = "give offload_param and offload_optimizer the device nvme"
     elif _held_by_budget(plan):
         place = "set infinity.memory.device_optimizer to 0, or lower it"
@@ -164,7 +164,7 @@ def _changes(plan: Plan, needs: Needs, tier: str, savings: Savings) -> list[tupl
     ]
     if fewer:
         found.append((held["activations"], ", and if that is not enough ".join(fewer)))
-    tiers = ("device", "host") if plan.device.host_addressable else (tier,)
+    tiers = (TierKind.DEVICE, TierKind.HOST) if plan.device.host_addressable else (tier,)
     if buffers := smaller_buffers(plan, tiers):
         found.append((held["buffers"], buffers))
     return found
@@ -173,7 +173,7 @@ def _changes(plan: Plan, needs: Needs, tier: str, savings: Savings) -> list[tupl
 def _held_by_budget(plan: Plan) -> bool:
     """Return whether a budget keeps states on the device that the config places elsewhere."""
     extents = plan.placement.extents.items()
-    return any(extent.tier == "device" != plan.policy.tier_of(state) for (_, state), extent in extents)
+    return any(extent.tier.on_device and not plan.policy.tier_of(state).on_device for (_, state), extent in extents)
 
 
 def _smaller_moments(plan: Plan) -> str:

@@ -30,6 +30,7 @@ from infinity.sim.ranks import Ranks
 from infinity.sim.shorter import faster, split_updates, whole_step
 from infinity.sim.simulate import Simulation, simulate
 from infinity.sim.wear import Wear, longer, wear_of
+from infinity.tier_kind import TierKind
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -83,9 +84,9 @@ class Prediction:
         return {
             "fits": not self.needs.limits,
             "limits": self.needs.limits,
-            "peak_host_bytes": self.needs.peak["host"],
-            "peak_device_bytes": self.needs.peak["device"],
-            "peak_nvme_bytes": self.needs.peak["nvme"],
+            "peak_host_bytes": self.needs.peak[TierKind.HOST],
+            "peak_device_bytes": self.needs.peak[TierKind.DEVICE],
+            "peak_nvme_bytes": self.needs.peak[TierKind.NVME],
             "tiers": {tier: dict(kinds) for tier, kinds in self.needs.tiers.items()},
             "passing": dict(self.needs.passing),
             "step": step,
@@ -170,10 +171,10 @@ def _moved_to_nvme(
     times: Times | None,
     *,
     train_batch: bool,
-) -> dict[str, int]:
+) -> dict[TierKind, int]:
     """Return tier → bytes of a node that `infinity.activations.device: "nvme"` frees in tiers that lack memory."""
     section = config.infinity.activations
-    if section.device != "none" or not machine.nvme or not {"device", "host"} & set(needs.lacking):
+    if section.device != "none" or not machine.nvme or not {TierKind.DEVICE, TierKind.HOST} & set(needs.lacking):
         return {}
     section = section.model_copy(update={"device": "nvme", "nvme_path": section.nvme_path or (Path(),)})
     config = config.model_copy(update={"infinity": config.infinity.model_copy(update={"activations": section})})
@@ -241,7 +242,7 @@ class Activations:
         self._make, self._config, self._machine, self._train_batch = make, config, machine, train_batch
         self._seen: dict[int, Simulation] = {}
 
-    def of(self, blocks: int) -> dict[str, int]:
+    def of(self, blocks: int) -> dict[TierKind, int]:
         count = 2
         while count < blocks:
             less, more = self._simulated(count // 2), self._simulated(count)
@@ -268,7 +269,7 @@ class Activations:
         return self._seen[blocks]
 
 
-def _activations_of(model: PlannedModel, config: Config, machine: Machine, *, train_batch: bool) -> dict[str, int]:
+def _activations_of(model: PlannedModel, config: Config, machine: Machine, *, train_batch: bool) -> dict[TierKind, int]:
     """Return tier → peak bytes of the model's results. `model` cannot be used afterwards."""
     if model.with_blocks is None or train_batch:  # `train_batch` may run a shallower model in another order
         return Activations(lambda _: model, config, machine, train_batch=train_batch).of(0)
@@ -285,9 +286,9 @@ def _check_flops(config: Config, links: Links) -> None:
         )
 
 
-def _activations(simulation: Simulation) -> dict[str, int]:
+def _activations(simulation: Simulation) -> dict[TierKind, int]:
     """Return tier → peak bytes of the model's results there."""
-    return {"device": simulation.working_bytes, **simulation.activations}
+    return {TierKind.DEVICE: simulation.working_bytes, **simulation.activations}
 
 
 def plan_of(model: PlannedModel, config: Config, machine: Machine, formats: Formats = "engine") -> Plan:
@@ -303,7 +304,7 @@ class Largest(NamedTuple):
     """The most blocks with which a model fits, 0 if it fits with none, and the tiers that one more exceeds."""
 
     blocks: int
-    limits: list[str]
+    limits: list[TierKind]
 
 
 def largest(
@@ -319,7 +320,7 @@ def largest(
     config = machine.resolved(config)
     activations = Activations(make, config, machine, train_batch=train_batch)
 
-    def limits(blocks: int) -> list[str]:
+    def limits(blocks: int) -> list[TierKind]:
         plan, saved = plan_of(make(blocks), config, machine, formats), activations.of(blocks)
         return needs_of(plan, machine, activations=saved, baseline_rss=baseline_rss).limits
 

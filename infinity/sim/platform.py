@@ -25,6 +25,7 @@ from infinity.sim.lanes import Drive
 from infinity.sim.links import Links
 from infinity.sim.ranks import Ranks, SimulatedCommunicator
 from infinity.sim.tiers import open_simulated
+from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableFiles
@@ -64,7 +65,9 @@ class SimulatedPlatform:
     def open_run(self, plan: Plan, config: Config, ranks: Communicator) -> DurableRun | None:
         return None  # a commit moves no bytes but those of states in memory
 
-    def open_tiers(self, plan: Plan, device: Device, rank: int, durable: DurableFiles | None = None) -> dict[str, Tier]:
+    def open_tiers(
+        self, plan: Plan, device: Device, rank: int, durable: DurableFiles | None = None
+    ) -> dict[TierKind, Tier]:
         return open_simulated(plan, device, self._clock, self._drive)
 
     def open_activations(self, plan: ActivationPlan | None, device: Device, rank: int) -> ActivationStore | None:

@@ -28,6 +28,7 @@ from infinity.sim.links import Links
 from infinity.sim.platform import SimulatedPlatform
 from infinity.sim.ranks import Ranks
 from infinity.sim.threads import VirtualPrimitives
+from infinity.tier_kind import TierKind
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -52,7 +53,7 @@ class Simulation:
     """Bytes of the model's results that are alive when backward begins, units excluded."""
     working_bytes: int
     """Peak of bytes of the model's results in the whole step, without those that are in another tier."""
-    activations: Mapping[str, int]
+    activations: Mapping[TierKind, int]
     """Tier → peak bytes of the saved activations that `infinity.activations` moves there, in all steps."""
     activation_bytes_read: int
     activation_bytes_written: int
@@ -86,7 +87,7 @@ class Simulation:
         return sum(each.working.nbytes for each in copied)
 
     @property
-    def peak_bytes(self) -> Mapping[str, int]:
+    def peak_bytes(self) -> Mapping[TierKind, int]:
         """Tier → bytes of the plan. Activations and working memory come on top."""
         return self.plan.peak_nbytes()
 
@@ -273,7 +274,7 @@ def _result(clock: Clock, plan: Plan, loop: _Loop, room: SimulatedRoom | None) -
         flops=loop.flops,
         activation_bytes=loop.activation_bytes,
         working_bytes=loop.working_bytes,
-        activations={} if room is None else {room.tier: room.peak},
+        activations={} if room is None else {room.kind: room.peak},
         **loop.moved,
         ordinary=loop.ordinary,
         plan=plan,

@@ -12,6 +12,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.pools import READ_AHEAD
 from infinity.sim.clock import Clock
 from infinity.sim.lanes import Drive, DriveEngine
+from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.nvme import NvmeTier
@@ -19,19 +20,19 @@ from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import Transfer
 
 
-def open_simulated(plan: Plan, device: Device, clock: Clock, drive: Drive | None) -> dict[str, Tier]:
-    """Return tier name → tier, for the tiers that hold extents."""
+def open_simulated(plan: Plan, device: Device, clock: Clock, drive: Drive | None) -> dict[TierKind, Tier]:
+    """Return kind → tier, for the tiers that hold extents."""
     return {
-        name: _nvme(plan, device, drive) if name == "nvme" else SimulatedSlab(name, plan, device, clock)
-        for name in sorted(plan.placement.nbytes, key=lambda name: name != "nvme")
+        kind: SimulatedSlab(kind, plan, device, clock) if kind.in_memory else _nvme(plan, device, drive)
+        for kind in sorted(plan.placement.nbytes, key=lambda kind: kind.in_memory)
     }
 
 
 class SimulatedSlab(SlabTier):
     """The engine's slab, whose copies carry the names of extents."""
 
-    def __init__(self, name: str, plan: Plan, device: Device, clock: Clock) -> None:
-        super().__init__(name, plan.placement.nbytes[name], device, on_device=name == "device")
+    def __init__(self, kind: TierKind, plan: Plan, device: Device, clock: Clock) -> None:
+        super().__init__(kind, plan.placement.nbytes[kind], device)
         self._clock = clock
 
     def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:

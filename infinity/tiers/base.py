@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.plan.placement import Extent
+from infinity.tier_kind import TierKind
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import Transfer
 
@@ -36,14 +37,10 @@ class Window:
 class Tier(ABC):
     """Tier `device`, `host` or `nvme`. Offsets and lengths are in bytes; offsets are relative to the extent."""
 
-    name: str
+    kind: TierKind
     nbytes: int
-    on_device: bool
-    """True if windows of this tier are device memory, so that kernels on them run on the device."""
     staging_nbytes = 0
     """Bytes of host buffers of the tier's own, through which it exchanges data with the device."""
-    in_memory = False
-    """True if extents are memory, so that any range can be read and written, and windows are views."""
     immediate = False
     """True if every transfer is done when it is returned."""
 

@@ -117,7 +117,7 @@ class DurableTier(NvmeTier):
 
     def _content(self, place: int, nbytes: int) -> torch.Tensor:
         buffer = host_tensor(nbytes)
-        self._read_at(place, buffer, Extent(self.name, place, nbytes, "durable states")).wait()
+        self._read_at(place, buffer, Extent(self.kind, place, nbytes, "durable states")).wait()
         return buffer
 
     def check_named(self) -> None:
@@ -130,7 +130,7 @@ class DurableTier(NvmeTier):
 
     def _copy(self, source: int, target: int, nbytes: int) -> None:
         buffer = host_tensor(min(nbytes, _PIECE))
-        where = Extent(self.name, source, nbytes, "durable states")
+        where = Extent(self.kind, source, nbytes, "durable states")
         for start in range(0, nbytes, _PIECE):
             part = buffer[: min(nbytes - start, _PIECE)]
             self._read_at(source + start, part, where).wait()

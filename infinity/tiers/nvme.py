@@ -17,6 +17,7 @@ import torch
 from infinity.errors import ChecksumError
 from infinity.native import _aio
 from infinity.plan.placement import Extent, aligned
+from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.files import SwapFile
@@ -84,8 +85,7 @@ class NvmeTier(Tier):
     no checksums.
     """
 
-    name = "nvme"
-    on_device = False
+    kind = TierKind.NVME
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from infinity.errors import OutOfMemoryError
 from infinity.plan.plan import Plan
 from infinity.plan.pools import READ_AHEAD
 from infinity.plan.shortage import shortage
+from infinity.tier_kind import TierKind
 from infinity.tiers.available import available_memory
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
@@ -21,29 +22,25 @@ from infinity.tiers.slab import SlabTier
 from infinity.tiers.slots import Slots
 
 
-def open_tiers(plan: Plan, device: Device, rank: int, durable: DurableFiles | None = None) -> dict[str, Tier]:
-    """Return tier name → tier, for the tiers that hold extents or durable states.
+def open_tiers(plan: Plan, device: Device, rank: int, durable: DurableFiles | None = None) -> dict[TierKind, Tier]:
+    """Return kind → tier, for the tiers that hold extents or durable states.
 
     Raises OutOfMemoryError if the plan's extents and pools exceed memory, OutOfSpaceError or StorageError for its
     files. Disk space is reserved before memory is allocated.
     """
-    missing = shortage(plan, {"host": available_memory(), "device": device.available_bytes()})
+    missing = shortage(plan, {TierKind.HOST: available_memory(), TierKind.DEVICE: device.available_bytes()})
     if missing is not None:
         raise OutOfMemoryError(*missing)
-    opened: dict[str, Tier] = {}
+    opened: dict[TierKind, Tier] = {}
     with ExitStack() as undo:
         if plan.io is not None:
-            opened["nvme"] = _open_nvme(plan, device, rank, durable)
-            undo.callback(opened["nvme"].close)
-        for name in sorted(set(plan.placement.nbytes) - {"nvme"}):
-            opened[name] = _open_slab(name, plan, device)
-            undo.callback(opened[name].close)
+            opened[TierKind.NVME] = _open_nvme(plan, device, rank, durable)
+            undo.callback(opened[TierKind.NVME].close)
+        for kind in sorted(kind for kind in plan.placement.nbytes if kind.in_memory):
+            opened[kind] = SlabTier(kind, plan.placement.nbytes[kind], device, pinned=plan.pinned(kind))
+            undo.callback(opened[kind].close)
         undo.pop_all()
     return opened
-
-
-def _open_slab(name: str, plan: Plan, device: Device) -> Tier:
-    return SlabTier(name, plan.placement.nbytes[name], device, on_device=name == "device", pinned=plan.pinned(name))
 
 
 def _open_nvme(plan: Plan, device: Device, rank: int, durable: DurableFiles | None) -> Tier:

@@ -9,6 +9,7 @@ import torch
 from infinity import concurrency
 from infinity.errors import InfinityError
 from infinity.plan.placement import Extent
+from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.pool import Pool
@@ -16,17 +17,14 @@ from infinity.tiers.transfer import DONE, Transfer
 
 
 class PassingTier(Tier):
-    """Extents in device memory (`on_device`) or in unpinned host memory, each in an allocation of its own.
+    """Extents in device memory or in unpinned host memory, each in an allocation of its own.
 
     Extents are written whole. A write replaces bytes that were not discarded, so that their readers keep them. It takes
     the allocation of discarded ones, since a unit that is written in one step may be written in each.
     """
 
-    in_memory = True
-
-    def __init__(self, name: str, device: Device, *, on_device: bool) -> None:
-        self.name = name
-        self.on_device = on_device
+    def __init__(self, kind: TierKind, device: Device) -> None:
+        self.kind = kind
         self.immediate = device.host_addressable
         self._device = device
         self._held: dict[int, torch.Tensor] = {}
@@ -83,10 +81,10 @@ class PassingTier(Tier):
             self._spare, self._old = {}, {}
 
     def _copying(self, lane: str, extent: Extent) -> AbstractContextManager[None]:
-        return self._device.recorder.naming(extent.name, "" if self.on_device else lane)
+        return self._device.recorder.naming(extent.name, "" if self.kind.on_device else lane)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        return self._device.empty(nbytes) if self.on_device else self._device.host_buffer(nbytes, pin=False)
+        return self._device.empty(nbytes) if self.kind.on_device else self._device.host_buffer(nbytes, pin=False)
 
     def _view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:
         with self._access:

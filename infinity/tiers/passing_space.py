@@ -9,6 +9,7 @@ import torch
 from infinity import concurrency
 from infinity.errors import InfinityError
 from infinity.plan.placement import Extent, aligned
+from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.nvme import NvmeTier
 from infinity.tiers.pool import Pool
@@ -25,8 +26,7 @@ class PassingSpace(Tier):
     its next write. Where the file system makes no holes in files, the space stays reserved.
     """
 
-    name = "nvme"
-    on_device = False
+    kind = TierKind.NVME
 
     def __init__(self, tier: NvmeTier, extents: Sequence[Extent]) -> None:
         self._tier = tier

@@ -21,7 +21,7 @@ class Pools:
         self._pools: dict[str, Pool] = {}
         registered = list(tiers)
         for spec in specs:
-            allocate = device.empty if spec.tier == "device" else device.host_buffer
+            allocate = device.empty if spec.tier.on_device else device.host_buffer
             make = partial(_registered, allocate, device, registered)
             poison = device.poison if debug else None
             self._pools[spec.name] = Pool(make, spec.sizes, name=spec.name, poison=poison, fifo=debug)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from infinity.plan.placement import Extent
+from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.memory import first_touch
@@ -16,24 +17,19 @@ from infinity.tiers.transfer import DONE, Transfer
 
 
 class SlabTier(Tier):
-    """A slab of `nbytes` of device memory (`on_device`) or of host memory."""
+    """A slab of `nbytes` of device memory or of host memory."""
 
-    in_memory = True
-
-    def __init__(
-        self, name: str, nbytes: int, device: Device, *, on_device: bool, pinned: Sequence[tuple[int, int]] = ()
-    ) -> None:
+    def __init__(self, kind: TierKind, nbytes: int, device: Device, *, pinned: Sequence[tuple[int, int]] = ()) -> None:
         """pinned: bytes [start, stop) of host memory that the device copies, in ascending order."""
-        self.name = name
+        self.kind = kind
         self.nbytes = nbytes
-        self.on_device = on_device
         self.immediate = device.host_addressable
         self._device = device
         self._is_offloaded = False
         self._written: set[int] = set()
         self.writes: dict[int, int] = {}
         """Offset of an extent → number of calls of `write`."""
-        self._slab = device.empty(nbytes) if on_device else device.host_buffer(nbytes, pin=False)
+        self._slab = device.empty(nbytes) if kind.on_device else device.host_buffer(nbytes, pin=False)
         if self._slab.is_cpu:
             first_touch(self._slab)
             device.pin(self._slab, pinned)  # after the touch, since it would place all pages on this thread's node
@@ -43,7 +39,7 @@ class SlabTier(Tier):
 
         No-op if the device computes in host memory. Idempotent.
         """
-        if not self.on_device or self._device.host_addressable or self._is_offloaded:
+        if not self.kind.on_device or self._device.host_addressable or self._is_offloaded:
             return
         self._move(self._device.host_buffer(self.nbytes, pin=False))
         self._is_offloaded = True
@@ -77,7 +73,7 @@ class SlabTier(Tier):
             return self._device.copy(self._view(extent, offset, source.numel()), source)
 
     def _copying(self, lane: str, extent: Extent) -> AbstractContextManager[None]:
-        return self._device.recorder.naming(extent.name, "" if self.on_device else lane)
+        return self._device.recorder.naming(extent.name, "" if self.kind.on_device else lane)
 
     def memory(self, extent: Extent) -> torch.Tensor:
         """Return the bytes of an extent, uint8 (nbytes,): a view of the slab."""

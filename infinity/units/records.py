@@ -45,7 +45,7 @@ class Records:
 
     def write(self, shards: Mapping[str, torch.Tensor]) -> None:
         """Write all states. Those left out of `shards` become zero."""
-        if not self.tier.in_memory:
+        if not self.tier.kind.in_memory:
             return self._write_whole(shards)
         for tile, ranges in self._ranges():
             for name, place in ranges.items():
@@ -57,7 +57,7 @@ class Records:
 
     def read(self, shards: Mapping[str, torch.Tensor]) -> None:
         """Fill `shards`, which has every state."""
-        if not self.tier.in_memory:
+        if not self.tier.kind.in_memory:
             return self._read_whole(shards)
         for tile, ranges in self._ranges():
             for name, place in ranges.items():
@@ -73,7 +73,7 @@ class Records:
             name = "remainder" if "remainder" in ranges else "master"
             place = ranges[name]
             offset, first, nbytes = tile.offset, place.first, tile.nbytes
-            if self.tier.in_memory:
+            if self.tier.kind.in_memory:
                 offset, first, nbytes = tile.offset + place.first, 0, place.nbytes
             record = host_tensor(nbytes)
             self.tier.read(self.extent, record, offset).wait()

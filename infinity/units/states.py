@@ -15,6 +15,7 @@ from infinity.optim.cpu_adam import join_master, split_master
 from infinity.plan.formats import StateFormat, StateKind
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Extent, Placement, State, tiles
+from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.memory import PAGE
@@ -27,7 +28,7 @@ class UnitStates:
     """Reads and writes states outside of training (construction, checkpoints). The unit must have no I/O in flight."""
 
     placement: Placement
-    tiers: Mapping[str, Tier]
+    tiers: Mapping[TierKind, Tier]
     formats: Callable[[torch.dtype], StateFormat]
     ranks: Communicator | SideChannel
     device: Device
@@ -100,22 +101,22 @@ class UnitStates:
         return self.tiers[extent.tier].fetch(extent, shard)
 
     @cached_property
-    def reads_ahead(self) -> Sequence[str]:
+    def reads_ahead(self) -> Sequence[TierKind]:
         """Tiers of parameters whose `read_ahead` begins reads."""
-        return [name for name in sorted(self.placement.tiers(State.PARAM)) if self.tiers[name].reads_ahead]
+        return [kind for kind in sorted(self.placement.tiers(State.PARAM)) if self.tiers[kind].reads_ahead]
 
     def read_ahead(self, layouts: Iterable[UnitLayout]) -> None:
         """Start reading this rank's shards of the parameters, in this order, before `fetch`, as far as tiers can.
 
         Takes as many of `layouts` as tiers have buffers for.
         """
-        names = self.reads_ahead
-        for name, same in zip(names, tee(layouts, len(names)), strict=True):
+        kinds = self.reads_ahead
+        for kind, same in zip(kinds, tee(layouts, len(kinds)), strict=True):
             extents = (self._extent(layout, State.PARAM) for layout in same)
-            of_tier = (extent for extent in extents if extent.tier == name)
+            of_tier = (extent for extent in extents if extent.tier is kind)
             nearest = next(of_tier, None)
             if nearest is not None:
-                self.tiers[name].read_ahead(chain((nearest,), of_tier))
+                self.tiers[kind].read_ahead(chain((nearest,), of_tier))
 
     def write_back(self, layout: UnitLayout, shard: torch.Tensor) -> Transfer:
         """Start writing this rank's shard of the parameters, uint8 (shard_nbytes,), to its tier."""

@@ -11,6 +11,7 @@ from infinity.plan.formats import StateFormat
 from infinity.plan.grad_dtypes import GradDtypes
 from infinity.plan.placement import Placement
 from infinity.plan.policy import UpdatedIn, updated_in
+from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.pool import Pool
@@ -22,9 +23,9 @@ class UpdateBuffers:
 
     device: Device
     placement: Placement
-    tiers: Mapping[str, Tier]
+    tiers: Mapping[TierKind, Tier]
     """Tiers of parameters and optimizer states, by name."""
-    grad_tiers: Mapping[str, Tier]
+    grad_tiers: Mapping[TierKind, Tier]
     """Tiers of stored gradients, by name."""
     formats: Callable[[torch.dtype], StateFormat]
     """Dtype of parameters → format of their optimizer states."""

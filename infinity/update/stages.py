@@ -100,7 +100,7 @@ class UpdateStages:
         No write of them may be under way.
         """
         unit, pool = self.unit(layout), self._buffers.tile_pool
-        if unit.optim_tier.in_memory:
+        if unit.optim_tier.kind.in_memory:
             return True
         tiles = (layout.tile for layout in unit.tiles)
         return all(unit.optim_tier.window_ahead(unit.optim, tile.offset, tile.nbytes, pool) for tile in tiles)

@@ -8,6 +8,7 @@ from hypothesis import given, strategies as st
 
 from infinity.plan.durable import Durable, plan_durable
 from infinity.plan.placement import Extent, Placement, State
+from infinity.tier_kind import TierKind
 from infinity.tiers.slots import Slots
 from support.locked import locked
 
@@ -19,7 +20,7 @@ Locked = locked(Slots, "_pairs")
 def planned() -> tuple[Durable, ...]:
     extents, offset = {}, 0
     for number, nbytes in enumerate(SIZES):
-        extents[number, State.OPTIM] = Extent("nvme", offset, nbytes, f"unit {number}")
+        extents[number, State.OPTIM] = Extent(TierKind.NVME, offset, nbytes, f"unit {number}")
         offset += 1 << 16
     return plan_durable("run", Placement(extents, {"nvme": offset}, {}, {}), offset).extents
 

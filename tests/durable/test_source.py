@@ -31,6 +31,7 @@ from infinity.plan.grad_dtypes import GradDtypes
 from infinity.plan.layout import UnitLayout, layout_unit
 from infinity.plan.placement import Policy, State, place, tiles
 from infinity.rules import MomentFormat
+from infinity.tier_kind import TierKind
 from infinity.tiers.files import member_of
 from infinity.tiers.open_tiers import states_of
 from infinity.units.records import Flats
@@ -79,9 +80,9 @@ def write_run(folder: Path, shapes: Sequence[Shape], setting: Setting) -> list[t
         first = layouts[-1].end if layouts else 0
         layouts.append(layout_unit(number, f"unit{number}", members, shape.dtype, shape.trainable, shards, first))
     policy = Policy(
-        param_tier=setting.tier,
-        optim_tier=setting.tier,
-        grad_tier="host",
+        param_tier=TierKind(setting.tier),
+        optim_tier=TierKind(setting.tier),
+        grad_tier=TierKind.HOST,
         grads=lambda dtype: GradDtypes(dtype, dtype, dtype),
         states=lambda dtype: state_format(dtype, setting.master, "adamw", setting.moments),
         tile_size=setting.tile,

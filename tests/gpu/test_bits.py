@@ -14,7 +14,7 @@ import torch
 
 from infinity.config import Config
 from infinity.plan.placement import State
-from infinity.plan.policy import TIERS
+from infinity.tier_kind import TierKind
 from infinity.update.kernels import NATIVE
 from support.accelerator import accelerator, device, engine_device
 from support.configs import engine_config
@@ -52,7 +52,7 @@ def run(config: Config, tiers: dict[State, set[str]]) -> Result:
 
 
 def placed(param: str, optim: str, **options: Any) -> Result:
-    tiers = {State.PARAM: {TIERS[param]}, State.OPTIM: {TIERS[optim]}}
+    tiers = {State.PARAM: {TierKind.of_config(param)}, State.OPTIM: {TierKind.of_config(optim)}}
     return run(engine_config(param, optim, lr=0.01, **options), tiers)
 
 

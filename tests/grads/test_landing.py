@@ -25,6 +25,7 @@ from infinity.plan.formats import state_format
 from infinity.plan.grad_dtypes import grad_dtypes
 from infinity.plan.layout import layout_unit
 from infinity.plan.placement import Policy, place
+from infinity.tier_kind import TierKind
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.passing import PassingTier
@@ -58,21 +59,21 @@ class Bench:
         parameters = [nn.Parameter(torch.empty(shape)) for shape in SHAPES]
         self.units = [Unit(layout, parameters, torch.device("cpu")) for layout in layouts]
         self.unit = self.units[0]
-        placement = place(layouts, Policy("nvme", tier, tier, own, states, 4096))
-        on_device = tier == "device"
-        self.tier: Any = SlabTier(tier, placement.nbytes[tier], device, on_device=on_device)
-        if tier == "nvme":
-            self.tier = LateSlab(placement.nbytes[tier])
+        kind = TierKind(tier)
+        placement = place(layouts, Policy(TierKind.NVME, kind, kind, own, states, 4096))
+        self.tier: Any = SlabTier(kind, placement.nbytes[kind], device)
+        if not kind.in_memory:
+            self.tier = LateSlab(placement.nbytes[kind])
         if passes:
-            self.tier = PassingTier(tier, device, on_device=on_device)
+            self.tier = PassingTier(kind, device)
         self.pool = Pool(device.empty, {layout.nbytes: 3}, name="gradients", poison=device.poison, fifo=True)
-        leaves = not device.host_addressable and not on_device
+        leaves = not device.host_addressable and not kind.on_device
         self.host = (
             Pool(device.host_buffer, {layout.nbytes: 2}, name="shards", poison=device.poison) if leaves else None
         )
         stored = Pool(host_tensor, {2 * layout.nbytes: 2}, name="stored") if tier == "nvme" else None
         if passes:
-            make = device.empty if on_device else host_tensor
+            make = device.empty if kind.on_device else host_tensor
             stored = Pool(make, {layout.nbytes: 1}, name="stored", poison=device.poison)
         self.device = device
         self.places = GradBuffers(

@@ -10,6 +10,7 @@ import torch
 
 import infinity
 from infinity.plan.placement import Extent, State
+from infinity.tier_kind import TierKind
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.passing import PassingTier
 from infinity.tiers.pool import Pool
@@ -19,7 +20,7 @@ from support.locked import locked
 from support.loops import Result, assert_close, open_engine, parameters_of, plain, train
 from support.models import Stack, seeded, token_batches
 
-EXTENT, OTHER = Extent("host", 0, 8192, "gradient"), Extent("host", 8192, 4096, "gradient of another")
+EXTENT, OTHER = Extent(TierKind.HOST, 0, 8192, "gradient"), Extent(TierKind.HOST, 8192, 4096, "gradient of another")
 NO_POOL = Pool(torch.empty, {}, name="none")
 
 
@@ -29,7 +30,7 @@ def filled(value: int, extent: Extent = EXTENT) -> torch.Tensor:
 
 @pytest.fixture
 def tier() -> PassingTier:
-    return locked(PassingTier, "_held", "_spare", "_old")("host", CpuDevice(), on_device=False)
+    return locked(PassingTier, "_held", "_spare", "_old")(TierKind.HOST, CpuDevice())
 
 
 def test_bytes_exist_from_a_write_to_its_discard(tier: PassingTier) -> None:

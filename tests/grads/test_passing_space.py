@@ -15,6 +15,7 @@ import torch
 import infinity
 from infinity.errors import NonFiniteError, OutOfSpaceError, UsageError
 from infinity.plan.placement import Extent, State
+from infinity.tier_kind import TierKind
 from infinity.tiers import space as space_of_files
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.files import open_swap_files
@@ -33,8 +34,8 @@ from support.mounts import mount
 from support.states import states_of
 
 PART = 64 << 10
-KEPT = Extent("nvme", 0, PART, "parameters")
-ONE, OTHER = Extent("nvme", PART, PART, "gradient"), Extent("nvme", 2 * PART, 5000, "gradient of another")
+KEPT = Extent(TierKind.NVME, 0, PART, "parameters")
+ONE, OTHER = Extent(TierKind.NVME, PART, PART, "gradient"), Extent(TierKind.NVME, 2 * PART, 5000, "gradient of another")
 
 
 def on_disk(folder: Path) -> int:

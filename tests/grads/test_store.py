@@ -25,6 +25,7 @@ from infinity.plan.formats import state_format
 from infinity.plan.grad_dtypes import grad_dtypes
 from infinity.plan.layout import layout_unit
 from infinity.plan.placement import Policy, State, place
+from infinity.tier_kind import TierKind
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Pool
@@ -62,7 +63,7 @@ class Bench:
         )
         states = partial(state_format, master="remainder", rule="adamw", moments="fp32")
         self.unit = Unit(layout, [nn.Parameter(torch.empty(NUMEL))], torch.device("cpu"))
-        placement = place([layout], Policy("nvme", "nvme", "nvme", own, states, NUMEL))
+        placement = place([layout], Policy(TierKind.NVME, TierKind.NVME, TierKind.NVME, own, states, NUMEL))
         self.extent = placement.of(0, State.GRAD)
         self.tier = LateSlab(placement.nbytes["nvme"])
         make = partial(Pool, poison=CpuDevice().poison, fifo=True)
@@ -71,7 +72,7 @@ class Bench:
         self.host = None if device.host_addressable else make(host_tensor, {layout.nbytes: 2}, name="shards")
         places = GradBuffers(
             device=device,
-            tiers={"nvme": self.tier},
+            tiers={TierKind.NVME: self.tier},
             placement=placement,
             dtypes=own,
             pool=self.pool,

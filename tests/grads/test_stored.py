@@ -14,6 +14,7 @@ from infinity.grads.stored import StoredPieces
 from infinity.plan.layout import Part
 from infinity.plan.placement import EXTENT_ALIGNMENT, Extent
 from infinity.plan.pools import PIECE_BYTES
+from infinity.tier_kind import TierKind
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.passing import PassingTier
@@ -45,7 +46,7 @@ def test_every_piece_is_what_is_stored(buffers: int, lengths: list[int], dtype: 
     parts = parts_of(lengths)
     numel = -(-parts[-1].stop // 2048) * 2048
     stored = torch.randn(numel).to(dtype)
-    extent = Extent("nvme", EXTENT_ALIGNMENT, numel * dtype.itemsize, "gradient")
+    extent = Extent(TierKind.NVME, EXTENT_ALIGNMENT, numel * dtype.itemsize, "gradient")
     disk = LateSlab(EXTENT_ALIGNMENT + extent.nbytes)
     disk.slab[EXTENT_ALIGNMENT:] = stored.view(torch.uint8)
     pool = Pool(
@@ -59,9 +60,9 @@ def test_every_piece_is_what_is_stored(buffers: int, lengths: list[int], dtype: 
 
 
 def test_memory_needs_no_buffer() -> None:
-    tier = PassingTier("host", CpuDevice(), on_device=False)
+    tier = PassingTier(TierKind.HOST, CpuDevice())
     stored = torch.randn(3 * MOST)
-    extent = Extent("host", 0, stored.nbytes, "gradient")
+    extent = Extent(TierKind.HOST, 0, stored.nbytes, "gradient")
     tier.write(extent, stored.view(torch.uint8))
     pieces = cut([Part(0, 3 * MOST)], 3 * MOST, MOST)
     found = StoredPieces(tier, extent, torch.float32, pieces, Pool(host_tensor, {}, name="x"))
@@ -82,7 +83,7 @@ class Noting(LateSlab):
 
 def test_an_error_returns_all_buffers_after_their_reads() -> None:
     numel = 5 * MOST
-    extent = Extent("nvme", 0, numel * 4, "gradient")
+    extent = Extent(TierKind.NVME, 0, numel * 4, "gradient")
     pool = Pool(host_tensor, {MOST * 4 + 2 * EXTENT_ALIGNMENT: 3}, name="x", poison=CpuDevice().poison)
     pieces = cut([Part(0, numel)], numel, MOST)
     disk = Noting(extent.nbytes)

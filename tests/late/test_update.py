@@ -14,6 +14,7 @@ from infinity.plan.grad_dtypes import grad_dtypes
 from infinity.plan.layout import layout_unit
 from infinity.plan.placement import Extent, Policy, State, place
 from infinity.rules import Hyper
+from infinity.tier_kind import TierKind
 from infinity.tiers.accelerator import StreamTransfer
 from infinity.tiers.pool import Pool
 from infinity.tiers.slab import SlabTier
@@ -50,8 +51,8 @@ class Bench:
         own = partial(
             grad_dtypes, communication=None, accumulation=torch.float32, summed=False, exchanged=False, whole=False
         )
-        placement = place([self.layout], Policy("device", "device", "device", own, states, NUMEL))
-        self.tier = Unwritten("device", placement.nbytes["device"], device, on_device=True)
+        placement = place([self.layout], Policy(TierKind.DEVICE, TierKind.DEVICE, TierKind.DEVICE, own, states, NUMEL))
+        self.tier = Unwritten(TierKind.DEVICE, placement.nbytes["device"], device)
         self.tier.memory(placement.of(0, State.OPTIM)).zero_()
         self.tier.memory(placement.of(0, State.PARAM)).zero_()
         self.gradients = Pool(device.empty, {self.layout.nbytes: 1}, name="gradients")
@@ -59,8 +60,8 @@ class Bench:
         buffers = UpdateBuffers(
             device=device,
             placement=placement,
-            tiers={"device": self.tier},
-            grad_tiers={"device": self.tier},
+            tiers={TierKind.DEVICE: self.tier},
+            grad_tiers={TierKind.DEVICE: self.tier},
             formats=states,
             grads=own,
             reads_ahead=1,

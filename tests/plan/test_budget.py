@@ -26,6 +26,7 @@ from infinity.plan.budget import Faster, spread
 from infinity.plan.placement import State, aligned
 from infinity.plan.plan import Plan
 from infinity.plan.shortage import shortage
+from infinity.tier_kind import TierKind
 from infinity.tiers.device import CpuDevice
 from infinity.update.kernels import NATIVE
 from support.configs import engine_config
@@ -133,7 +134,7 @@ def test_the_least_budget_is_that_of_the_best_choice(
     states = [(unit.index, state) for unit in plan.units for state in State]
     assert len(plan.units) == 4 and len({unit.shard_numel for unit in plan.units}) == 3
     choices = chain.from_iterable(combinations(states, count) for count in range(len(states) + 1))
-    assert plan.peak_of_host() == min(needs[0](dict.fromkeys(choice, "host")) for choice in choices)
+    assert plan.peak_of_host() == min(needs[0](dict.fromkeys(choice, TierKind.HOST)) for choice in choices)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])

@@ -14,8 +14,9 @@ from infinity.plan.formats import StateFormat, state_format
 from infinity.plan.grad_dtypes import GradDtypes
 from infinity.plan.layout import UnitLayout, layout_unit
 from infinity.plan.placement import EXTENT_ALIGNMENT, Policy, State, place, tiles
+from infinity.tier_kind import TierKind
 
-TIERS = st.sampled_from(["device", "host", "nvme"])
+TIERS = st.sampled_from(TierKind)
 MASTERS = st.sampled_from(["remainder", "fp32"])
 RULES = st.sampled_from(["adamw", "adagrad", "lion", "sgd"])
 MOMENTS = st.sampled_from(["fp32", "bf16", "8bit"])
@@ -48,7 +49,7 @@ def test_extents_are_aligned_and_apart(
     kept = GradDtypes(torch.float32, torch.float32, grad_dtype)
     policy = Policy(param, optim, optim, lambda _: kept, lambda _: states, tile * 4096)
     every = st.sampled_from([(layout.index, state) for layout in layouts for state in State])
-    faster = data.draw(st.dictionaries(every, st.just("host")), label="faster")
+    faster = data.draw(st.dictionaries(every, st.just(TierKind.HOST)), label="faster")
     placement = place(layouts, policy, faster)
     for layout in layouts:
         for state in State:

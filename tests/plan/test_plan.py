@@ -23,6 +23,7 @@ from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.plan.policy import DeviceInfo
 from infinity.plan.shortage import keys_of_buffers, shortage
+from infinity.tier_kind import TierKind
 from infinity.tiers.device import CpuDevice
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice
@@ -115,7 +116,7 @@ def test_a_shortage_names_the_keys_that_size_the_buffers(options: dict[str, Any]
     """Each key with what its buffers take, the most bytes first; none that is 0 already."""
     plan = described({"prefetch_bytes": "auto", "cache_bytes": 0, **options}, tmp_path, LateDevice() if late else None)
     missing = shortage(plan, {"host": 0, "device": 0})
-    sizes = dict(keys_of_buffers(plan, ("device", "host")))
+    sizes = dict(keys_of_buffers(plan, (TierKind.DEVICE, TierKind.HOST)))
     assert missing is not None and missing[0] == "host memory"
     assert all(f"{key} (" in missing[3] and show_bytes(nbytes) in missing[3] for key, nbytes in sizes.items())
     assert list(sizes.values()) == sorted(sizes.values(), reverse=True)
@@ -322,7 +323,7 @@ def test_only_what_the_device_copies_is_pinned(tmp_path: Path, clip: float, pin:
         config["zero_optimization"][part]["pin_memory"] = pin
     model = seeded(Stack)
     plan = plan_model(model, Config.load(config), [], LateDevice(), Communicator(CpuDevice())).plan
-    pinned = plan.pinned("host")
+    pinned = plan.pinned(TierKind.HOST)
     if not pin:
         assert not pinned
         return
@@ -332,4 +333,4 @@ def test_only_what_the_device_copies_is_pinned(tmp_path: Path, clip: float, pin:
     assert plan.placement.nbytes["host"] > 1.5 * sum(stop - start for start, stop in pinned)
     assert all(before[1] <= after[0] for before, after in pairwise(pinned))
     on_host = plan_model(model, Config.load(config), [], CpuDevice(), Communicator(CpuDevice())).plan
-    assert not on_host.pinned("host")
+    assert not on_host.pinned(TierKind.HOST)

@@ -12,7 +12,8 @@ from hypothesis import given, strategies as st
 
 from infinity.config import Config
 from infinity.plan.placement import DISK_TILE, WHOLE_SHARD
-from infinity.plan.policy import TIERS, RankInfo, policy, updated_in_forward
+from infinity.plan.policy import RankInfo, policy, updated_in_forward
+from infinity.tier_kind import TierKind
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -63,7 +64,7 @@ def test_tiles_in_memory_are_whole_units(device: str, tile: int, tmp_path: Path)
         "train_batch_size": 1,
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": device, **folder}},
     }
-    assert policy(Config.load(content), 1, RankInfo()).tile_of(TIERS[device]) == tile
+    assert policy(Config.load(content), 1, RankInfo()).tile_of(TierKind.of_config(device)) == tile
     assert policy(Config.load({**content, "infinity": {"tile_size": 8192}}), 1, RankInfo()).tile_size == 8192
 
 

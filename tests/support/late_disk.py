@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from infinity.plan.placement import Extent
+from infinity.tier_kind import TierKind
 from infinity.tiers import open_tiers
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.memory import host_tensor
@@ -56,8 +57,7 @@ class LateNvmeTier(NvmeTier):
 class LateSlab(Tier):
     """A tier in memory with the same delays, for tests of parts without an engine."""
 
-    name = "nvme"
-    on_device = False
+    kind = TierKind.NVME
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

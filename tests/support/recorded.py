@@ -25,6 +25,7 @@ from infinity.plan.activations import ActivationPlan
 from infinity.plan.placement import Extent, aligned
 from infinity.plan.plan import Plan
 from infinity.sim.simulate import Simulation
+from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.durable import DurableFiles
@@ -105,7 +106,9 @@ class Recorder(Machine):
         self.order: Order = defaultdict(list)
         self.room: RecordedHost | RecordedDisk | None = None
 
-    def open_tiers(self, plan: Plan, device: Device, rank: int, durable: DurableFiles | None = None) -> dict[str, Tier]:
+    def open_tiers(
+        self, plan: Plan, device: Device, rank: int, durable: DurableFiles | None = None
+    ) -> dict[TierKind, Tier]:
         tiers = super().open_tiers(plan, device, rank, durable)
         for name, tier in tiers.items():
             lanes = {"read": "host_to_device", "fetch": "host_to_device", "write": "device_to_host"}
@@ -168,7 +171,7 @@ def real_run(
     moved = engine.ledger.snapshot() - before
     engine.close()
     room = recorder.room
-    return dict(recorder.order), moved, {} if room is None else {room.tier: room.peak}
+    return dict(recorder.order), moved, {} if room is None else {room.kind: room.peak}
 
 
 def _finish_at_once(engine: TrainingEngine) -> None:

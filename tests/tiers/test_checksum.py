@@ -27,6 +27,7 @@ from infinity.plan.grad_dtypes import GradDtypes
 from infinity.plan.layout import layout_unit
 from infinity.plan.placement import EXTENT_ALIGNMENT, Extent, Policy, State, checksum_block, place, tiles
 from infinity.plan.stripe import SMALLEST_CHUNK, stripe_chunk
+from infinity.tier_kind import TierKind
 from infinity.tiers.nvme import NvmeTier
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice
@@ -54,7 +55,7 @@ def test_the_default_block(moments: Any, block: int) -> None:
     states = partial(state_format, master="remainder", rule="adamw", moments=moments)
     layout = layout_unit(0, "unit", [Member("p", (1 << 22,), 0)], torch.bfloat16, True, 1)
     grads = GradDtypes(*[torch.bfloat16] * 3)
-    placement = place([layout], Policy("nvme", "nvme", "nvme", lambda _: grads, states, 1 << 20))
+    placement = place([layout], Policy(TierKind.NVME, TierKind.NVME, TierKind.NVME, lambda _: grads, states, 1 << 20))
     assert checksum_block(placement.granule, 1 << 20, 1 << 20) == block
 
 

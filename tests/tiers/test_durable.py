@@ -11,6 +11,7 @@ import torch
 from infinity.native import _aio
 from infinity.plan.durable import plan_durable
 from infinity.plan.placement import Extent, Placement, State
+from infinity.tier_kind import TierKind
 from infinity.tiers import durable
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.durable import DurableTier
@@ -22,7 +23,7 @@ from infinity.tiers.transfer import Transfer
 from support.late_disk import LateTransfer
 
 BLOCK = 4096
-STATES = Extent("nvme", 0, 5 * BLOCK, "states")
+STATES = Extent(TierKind.NVME, 0, 5 * BLOCK, "states")
 PLAN = plan_durable("run", Placement({(0, State.OPTIM): STATES}, {"nvme": STATES.nbytes}, {}, {}), STATES.nbytes)
 
 

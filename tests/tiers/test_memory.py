@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from infinity.plan.placement import Extent
+from infinity.tier_kind import TierKind
 from infinity.tiers import memory
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.files import open_swap_files
@@ -62,7 +63,7 @@ def test_registered_buffers_come_and_go(tmp_path: Path) -> None:
     """New memory often gets the address of unmapped memory; reads must arrive in the new pages."""
     engine = open_engine(block_size=1 << 20, queue_depth=4, threads=1)
     tier = NvmeTier(open_swap_files([tmp_path], NBYTES, name="x"), NBYTES, engine, CpuDevice())
-    extent = Extent("nvme", 0, NBYTES, "test")
+    extent = Extent(TierKind.NVME, 0, NBYTES, "test")
     addresses = set()
     for turn in range(6):
         memory = host_tensor(NBYTES)

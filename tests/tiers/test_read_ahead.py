@@ -9,13 +9,14 @@ from hypothesis import given, strategies as st
 
 from infinity.plan.placement import Extent
 from infinity.plan.pools import STAGING_BYTES
+from infinity.tier_kind import TierKind
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Pool
 from infinity.tiers.read_ahead import ReadAhead
 from infinity.tiers.transfer import Transfer
 
 SIZE = 4096
-EXTENTS = [Extent("nvme", index * SIZE, SIZE, f"parameters of unit {index}") for index in range(8)]
+EXTENTS = [Extent(TierKind.NVME, index * SIZE, SIZE, f"parameters of unit {index}") for index in range(8)]
 ORDER = st.lists(st.sampled_from(EXTENTS), unique_by=lambda extent: extent.offset, max_size=8)
 
 

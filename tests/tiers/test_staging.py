@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from infinity.plan.placement import Extent
 from infinity.plan.pools import STAGED_READS, STAGED_WRITES, STAGING_BYTES
+from infinity.tier_kind import TierKind
 from infinity.tiers import read_ahead, staging
 from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import open_engine
@@ -26,7 +27,7 @@ from support.late_disk import LateNvmeTier, LateTransfer
 PIECES = 3
 BUFFERS = STAGED_READS + STAGED_WRITES
 NBYTES = PIECES * STAGING_BYTES
-EXTENT = Extent("nvme", 0, NBYTES, "parameters of unit 0")
+EXTENT = Extent(TierKind.NVME, 0, NBYTES, "parameters of unit 0")
 
 
 class FirstFails(NvmeTier):
@@ -170,7 +171,7 @@ def test_queued_writes_do_not_delay_a_read(tmp_path: Path) -> None:
 
 PIECE = 64 << 10
 UNIT = PIECE + 4096  # two pieces
-UNITS = [Extent("nvme", index * UNIT, UNIT, f"parameters of unit {index}") for index in range(4)]
+UNITS = [Extent(TierKind.NVME, index * UNIT, UNIT, f"parameters of unit {index}") for index in range(4)]
 
 
 class Counted(LateNvmeTier):

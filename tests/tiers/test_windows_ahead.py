@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from infinity.plan.placement import Extent
+from infinity.tier_kind import TierKind
 from infinity.tiers.base import Window
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.memory import host_tensor
@@ -17,7 +18,7 @@ from support.late_disk import LateSlab
 from support.locked import locked
 
 TILE = 4096
-EXTENT, OTHER = Extent("nvme", 0, 4 * TILE, "states"), Extent("nvme", 4 * TILE, TILE, "states of another")
+EXTENT, OTHER = Extent(TierKind.NVME, 0, 4 * TILE, "states"), Extent(TierKind.NVME, 4 * TILE, TILE, "states of another")
 
 
 class Bench:

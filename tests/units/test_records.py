@@ -8,6 +8,7 @@ import torch
 from infinity.plan.formats import MasterFormat, state_format
 from infinity.plan.placement import WHOLE_SHARD, Extent, tiles
 from infinity.rules import MomentFormat
+from infinity.tier_kind import TierKind
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import Transfer
@@ -42,8 +43,8 @@ def records_of(
     states = state_format(torch.bfloat16, master, "adamw", moments)
     cut = tiles(NUMEL, tile_size, states)
     nbytes = cut[-1].offset + cut[-1].nbytes
-    tier = kind("host", OFFSET + nbytes, CpuDevice(), on_device=False)
-    extent = Extent("host", OFFSET, nbytes, "states")
+    tier = kind(TierKind.HOST, OFFSET + nbytes, CpuDevice())
+    extent = Extent(TierKind.HOST, OFFSET, nbytes, "states")
     tier.memory(extent).fill_(0xA5)
     return Records(tier, extent, states, cut)
 

@@ -17,6 +17,7 @@ from infinity.plan.grad_dtypes import grad_dtypes
 from infinity.plan.layout import layout_unit
 from infinity.plan.placement import Policy, State, place
 from infinity.rules import Hyper
+from infinity.tier_kind import TierKind
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Pool
@@ -58,10 +59,10 @@ class Bench:
         own = partial(
             grad_dtypes, communication=None, accumulation=torch.float32, summed=False, exchanged=False, whole=False
         )
-        placement = place([self.layout], Policy("nvme", "nvme", "nvme", own, states, TILE))
+        placement = place([self.layout], Policy(TierKind.NVME, TierKind.NVME, TierKind.NVME, own, states, TILE))
         self.extents = {state: placement.of(0, state) for state in State}
         nbytes = placement.nbytes["nvme"]
-        self.tier: Any = LateSlab(nbytes) if late else SlabTier("host", nbytes, CpuDevice(), on_device=False)
+        self.tier: Any = LateSlab(nbytes) if late else SlabTier(TierKind.HOST, nbytes, CpuDevice())
         self.tiles = Pool(host_tensor, {TILE * 8: 6}, name="tiles", poison=POISON, fifo=True)
         self.grad_tiles = Pool(host_tensor, {TILE * 4: 6}, name="gradient tiles", poison=POISON, fifo=True)
         self.grads = Pool(host_tensor, {self.layout.nbytes: 2}, name="gradients", poison=POISON, fifo=True)
@@ -69,8 +70,8 @@ class Bench:
         places = UpdateBuffers(
             device=Apart() if staged else CpuDevice(),
             placement=placement,
-            tiers={"nvme": self.tier},
-            grad_tiers={"nvme": self.tier},
+            tiers={TierKind.NVME: self.tier},
+            grad_tiers={TierKind.NVME: self.tier},
             formats=states,
             grads=own,
             reads_ahead=3,
