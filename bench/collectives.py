@@ -7,8 +7,8 @@
 Each round runs every collective after a barrier, in an order that rotates. Wall is the median on rank 0; CPU is that of
 its process, the kernel's copies included. "all-to-all" is gloo's, into a copy, and a sum of that in rank order.
 
-"agreement" is `infinity.comm.announcer` around a collective that does nothing. It is predicted from earlier ones, or
-never seen before. A sample is the mean of many.
+"agreement" is `infinity.comm.agreement.announcer` around a collective that does nothing. It is predicted from earlier
+ones, or never seen before. A sample is the mean of many.
 
 Writes bench/results/collectives.json, then draws collectives.md from it.
 """
@@ -90,8 +90,8 @@ def agree(rank: int, ranks: int, args: argparse.Namespace, folder: str) -> None:
 
     import torch.distributed as dist
 
-    from infinity.comm.announcements import Announcement, Operation
-    from infinity.comm.announcer import Announcer
+    from infinity.comm.agreement.announcements import Announcement, Operation
+    from infinity.comm.agreement.announcer import Announcer
     from infinity.comm.groups import duplicate_group
 
     joined(rank, ranks, folder)

@@ -12,7 +12,7 @@ pairs: `infinity.comm.pairs`, which training over gloo uses.
 Sizes are those of the whole tensor."""
 
 AGREEMENT = """\
-Before a collective, ranks agree that all issue the same one (`infinity/comm/announcer.py`).
+Before a collective, ranks agree that all issue the same one (`infinity/comm/agreement/announcer.py`).
 A collective that earlier ones predict costs no message; an unseen one costs an exchange between all ranks.
 Cells: median microseconds of wall time / of rank 0's CPU time for a collective; messages that a rank sends.
 All ranks run on one machine, so with more ranks than cores wall time includes the other ranks' work."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from infinity.checkpoint.format import INDEX, LATEST, find
-from infinity.comm.agreement import by_value
+from infinity.comm.agreement.comparison import by_value
 from infinity.comm.communicator import Communicator
 from infinity.comm.side import SideChannel
 from infinity.errors import CheckpointError, RanksError

@@ -2,7 +2,7 @@
 
 Every all-gather and reduce-scatter runs on one thread, first in, first out, on a process group of the engine's own. So
 all ranks issue the same collectives in the same order, regardless of when reads complete. They agree on each one
-(`infinity.comm.announcer`): ranks that gather different units would deadlock or exchange unrelated bytes.
+(`infinity.comm.agreement.announcer`): ranks that gather different units would deadlock or exchange unrelated bytes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from infinity import concurrency
-from infinity.comm.agreement import disagreement
-from infinity.comm.announcements import Announcement, Operation, flag_words, pack_flags, unpack_flags
-from infinity.comm.announcer import Announcer
+from infinity.comm.agreement.announcements import Announcement, Operation, flag_words, pack_flags, unpack_flags
+from infinity.comm.agreement.announcer import Announcer
+from infinity.comm.agreement.comparison import disagreement
 from infinity.comm.groups import Group, OnDevice, backend_of, data_parallel, destroy_group, duplicate_group
-from infinity.comm.heartbeat import RANK_TIMEOUT
-from infinity.comm.heartbeats import Heartbeats
+from infinity.comm.liveness.heartbeat import RANK_TIMEOUT
+from infinity.comm.liveness.heartbeats import Heartbeats
 from infinity.comm.model_parallel import TensorParallelMesh
 from infinity.comm.pairs import PairwiseCollectives
 from infinity.comm.thread import CollectiveThread
@@ -172,8 +172,8 @@ class Communicator:
         return self.backend == "gloo" and flat.device.type == "cpu"
 
     def check_consistent(self, lines: Sequence[str]) -> None:
-        """Compare `lines` (`infinity.comm.agreement.in_common`) over ranks. Raises RanksError on all ranks if they
-        differ or if a rank failed before.
+        """Compare `lines` (`comm.agreement.comparison.in_common`) over ranks. Raises RanksError on all ranks if
+        they differ or if a rank failed before.
         """
         if self.is_single:
             return

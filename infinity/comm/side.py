@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from infinity.comm.agreement import failed_collective
+from infinity.comm.agreement.comparison import failed_collective
 from infinity.comm.communicator import Communicator
 from infinity.comm.groups import destroy_group, duplicate_group
 from infinity.comm.thread import CollectiveThread

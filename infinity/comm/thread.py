@@ -18,7 +18,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
-from infinity.comm.agreement import failed_collective
+from infinity.comm.agreement.comparison import failed_collective
 from infinity.errors import RanksError
 
 PATIENCE = 5.0

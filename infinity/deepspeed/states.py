@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.format import LATEST, names_of_buffers
-from infinity.comm.announcements import Operation
+from infinity.comm.agreement.announcements import Operation
 from infinity.deepspeed.checks import FailedRanksCheck, WrongValue
 from infinity.deepspeed.engine_names import Reads, read
 from infinity.deepspeed.offload_names import OffloadDeviceEnum, OffloadStateTypeEnum

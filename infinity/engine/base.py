@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.format import aliases_of_buffers, persistent_buffers
-from infinity.comm.announcements import Announcement, Operation
+from infinity.comm.agreement.announcements import Announcement, Operation
 from infinity.comm.communicator import Communicator
 from infinity.engine.buffers import cast_buffers
 from infinity.engine.collected import end_collected

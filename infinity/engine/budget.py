@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infinity.comm.agreement import config_in_common
+from infinity.comm.agreement.comparison import config_in_common
 from infinity.errors import ConfigError
 from infinity.plan.budget import Budget
 from infinity.tiers.available import available_memory

@@ -12,7 +12,7 @@ from infinity.checkpoint.load import Loading
 from infinity.checkpoint.parts import Run
 from infinity.checkpoint.plain import from_plain, to_plain
 from infinity.checkpoint.save import save
-from infinity.comm.announcements import Operation
+from infinity.comm.agreement.announcements import Operation
 from infinity.durable.record import Progress
 from infinity.durable.source import check_no_run, check_no_tag, open_saved
 from infinity.engine.base import BaseEngine

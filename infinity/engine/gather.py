@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.format import view
-from infinity.comm.announcements import Announcement, Operation
+from infinity.comm.agreement.announcements import Announcement, Operation
 from infinity.engine.base import BaseEngine, open_engines
 from infinity.engine.room import make_room
 from infinity.engine.training import TrainingEngine

@@ -13,7 +13,7 @@ from infinity.checkpoint.background import Saver
 from infinity.checkpoint.load import load_parameters
 from infinity.checkpoint.parts import Run
 from infinity.checkpoint.save import save
-from infinity.comm.announcements import Operation
+from infinity.comm.agreement.announcements import Operation
 from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
 from infinity.durable.source import check_no_run, open_saved

@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch.utils._pytree import tree_iter
 
-from infinity.comm.announcements import Operation
+from infinity.comm.agreement.announcements import Operation
 from infinity.comm.communicator import Communicator
 from infinity.observe.log import logger
 from infinity.units.modes import outside_modes

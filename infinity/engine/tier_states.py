@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.format import view
-from infinity.comm.announcements import Operation
+from infinity.comm.agreement.announcements import Operation
 from infinity.engine.optimizer_state import SavedGroup, SavedState, check_state_dict, digest
 from infinity.engine.parts import EngineParts
 from infinity.errors import RanksError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from infinity.comm.announcements import Operation
+from infinity.comm.agreement.announcements import Operation
 from infinity.comm.groups import Group
 from infinity.engine.batches import BatchTrainer
 from infinity.engine.checkpointing import CheckpointingEngine

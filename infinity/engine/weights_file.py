@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from infinity.comm.announcements import Operation
+from infinity.comm.agreement.announcements import Operation
 from infinity.engine.base import BaseEngine
 from infinity.errors import CheckpointError
 from infinity.nn.pieces import Pieces

@@ -16,7 +16,7 @@ from torch import nn
 
 from infinity.activations.store import ActivationStore
 from infinity.checkpoint.tiles import check_tiles
-from infinity.comm.agreement import groups_in_common, in_common
+from infinity.comm.agreement.comparison import groups_in_common, in_common
 from infinity.comm.communicator import Communicator
 from infinity.comm.model_parallel import TensorParallelMesh
 from infinity.durable.run import DurableRun
@@ -66,7 +66,7 @@ _PARTITIONED = "activation_checkpointing.partition_activations"
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model's plan, its units, and the properties that ranks compare (`infinity.comm.agreement.in_common`)."""
+    """A model's plan, its units, and the properties that ranks compare (`comm.agreement.comparison.in_common`)."""
 
     plan: Plan
     units: ModelUnits

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from infinity import concurrency
-from infinity.comm.announcements import Announcement, Operation
+from infinity.comm.agreement.announcements import Announcement, Operation
 from infinity.comm.communicator import Communicator, Traffic
 from infinity.comm.model_parallel import TensorParallelMesh
 from infinity.plan.layout import UnitLayout

@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import torch
 
-from infinity.comm.announcements import Operation
+from infinity.comm.agreement.announcements import Operation
 from infinity.comm.communicator import Communicator
 from infinity.errors import RanksError, UsageError
 from infinity.interrupts import ForcedInterrupt, uninterrupted

@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from hypothesis import given, strategies as st
 
-from infinity.comm.announcements import CALLS, WORDS, Announcement, Operation, flag_words, pack_flags, unpack_flags
+from infinity.comm.agreement.announcements import (
+    CALLS,
+    WORDS,
+    Announcement,
+    Operation,
+    flag_words,
+    pack_flags,
+    unpack_flags,
+)
 from infinity.plan.layout import Slot, UnitLayout
 
 OF_STATE = (Operation.READ_STATE, Operation.WRITE_STATE)

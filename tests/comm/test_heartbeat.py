@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from infinity.comm.heartbeat import Heartbeat
+from infinity.comm.liveness.heartbeat import Heartbeat
 
 
 class Late:

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from infinity.comm import meeting
-from infinity.comm.heartbeat import _Watch
-from infinity.comm.meeting import Link
-from infinity.comm.processes import Process
+from infinity.comm.liveness import meeting
+from infinity.comm.liveness.heartbeat import _Watch
+from infinity.comm.liveness.meeting import Link
+from infinity.comm.liveness.processes import Process
 
 TOKEN = "0123456789abcdef"
 

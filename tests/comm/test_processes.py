@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from infinity.comm import processes
-from infinity.comm.processes import Process
+from infinity.comm.liveness import processes
+from infinity.comm.liveness.processes import Process
 
 
 @pytest.fixture

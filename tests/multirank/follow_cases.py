@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from infinity.comm.announcements import Announcement, Operation
-from infinity.comm.announcer import Announcer
+from infinity.comm.agreement.announcements import Announcement, Operation
+from infinity.comm.agreement.announcer import Announcer
 from infinity.comm.communicator import Communicator
 from infinity.comm.connections import disconnect
 from infinity.comm.groups import destroy_group, duplicate_group
-from infinity.comm.heartbeat import Heartbeat
+from infinity.comm.liveness.heartbeat import Heartbeat
 from infinity.errors import RanksError
 from infinity.plan.discovered import Member
 from infinity.plan.layout import UnitLayout, layout_unit

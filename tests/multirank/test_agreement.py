@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.comm.agreement import MAY_DIFFER, groups_in_common, in_common
+from infinity.comm.agreement.comparison import MAY_DIFFER, groups_in_common, in_common
 from infinity.config import Config
 from infinity.engine.optimizer import param_groups
 from infinity.plan.plan import lay_out

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infinity import concurrency
-from infinity.comm.announcements import Operation
+from infinity.comm.agreement.announcements import Operation
 from infinity.sim.clock import Clock
 from infinity.sim.compute import Compute
 from infinity.sim.device import META, DeviceFacts, SimulatedAccelerator, SimulatedDevice, SimulatedHost

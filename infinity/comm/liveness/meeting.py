@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from infinity.comm.connections import addresses_of
-from infinity.comm.processes import Process
+from infinity.comm.liveness.processes import Process
 from infinity.observe.log import logger
 
 _CONNECT = 10.0

@@ -20,9 +20,9 @@ from multiprocessing.util import Finalize
 
 import torch.distributed as dist
 
-from infinity.comm.meeting import Link, meet
-from infinity.comm.processes import Process, oom_kills
-from infinity.comm.stuck import StuckMain
+from infinity.comm.liveness.meeting import Link, meet
+from infinity.comm.liveness.processes import Process, oom_kills
+from infinity.comm.liveness.stuck import StuckMain
 from infinity.comm.thread import CollectiveThread, threads_with
 from infinity.errors import RanksError
 from infinity.native import _heartbeat

@@ -22,10 +22,10 @@ from typing import Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from infinity.comm.agreement import by_value, failed_collective, failures
-from infinity.comm.announcements import WORDS, Announcement, Operation, pack_flags, unpack_flags
+from infinity.comm.agreement.announcements import WORDS, Announcement, Operation, pack_flags, unpack_flags
+from infinity.comm.agreement.comparison import by_value, failed_collective, failures
+from infinity.comm.agreement.history import Agreed, History
 from infinity.comm.groups import store_of
-from infinity.comm.history import Agreed, History
 from infinity.comm.pairs import PairwiseCollectives
 from infinity.errors import InfinityError, RanksError
 from infinity.plan.layout import UnitLayout

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from infinity.comm.announcements import Announcement
+from infinity.comm.agreement.announcements import Announcement
 
 _CAPACITY = 1 << 17
 """Collectives remembered; the older half is forgotten at once."""

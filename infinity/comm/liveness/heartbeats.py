@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from infinity.comm.connections import disconnect
 from infinity.comm.groups import connecting, destroy_group
-from infinity.comm.heartbeat import Heartbeat
+from infinity.comm.liveness.heartbeat import Heartbeat
 from infinity.comm.model_parallel import TensorParallelMesh
 
 

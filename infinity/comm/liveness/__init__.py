@@ -1,0 +1,1 @@
+"""Ranks watch one another: heartbeats, and the named cause when one is lost."""
