@@ -10,7 +10,7 @@ from infinity.cli.console import check_one_of, one_line_errors, printable, progr
 def run(checkpoint: Path, out: Path, tag: str | None, optimizer: str | None) -> None:
     """Run the command; see its help."""
     with one_line_errors():
-        from infinity.integrations.import_deepspeed import import_deepspeed
+        from infinity.deepspeed.importer.convert import import_deepspeed
         from infinity.observe.units import counted, show_bytes
         from infinity.rules import RULES
 

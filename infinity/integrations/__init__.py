@@ -1,1 +1,1 @@
-"""Integrations: import of DeepSpeed's checkpoints, and a strategy for Lightning's Trainer."""
+"""Integrations: a strategy for Lightning's Trainer, and functions of DeepSpeed's `zero_to_fp32`."""

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from infinity.deepspeed.importer.convert import import_deepspeed
 from infinity.deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -19,7 +20,6 @@ from infinity.deepspeed.utils.zero_to_fp32 import (
     main,
 )
 from infinity.errors import CheckpointError
-from infinity.integrations.import_deepspeed import import_deepspeed
 from support.models import Block, Stack, seeded, token_batches
 
 Opens = Callable[..., Any]

@@ -21,8 +21,8 @@ with atheris.instrument_imports(include=["infinity", "zipfile", "pickletools"]):
     from infinity.checkpoint.pickles import load_values
     from infinity.cli.trace_file import read_trace
     from infinity.config.load import read_content
+    from infinity.deepspeed.importer.files import read_pickle
     from infinity.errors import InfinityError
-    from infinity.integrations.deepspeed_files import read_pickle
     from infinity.sim.links import Links
 
 READERS: dict[str, tuple[Any, ...]] = {

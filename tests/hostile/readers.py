@@ -15,7 +15,7 @@ from hostile.attacks import STEP
 from infinity.checkpoint.pretrained import load_pretrained
 from infinity.cli.trace_file import read_trace
 from infinity.config import Config
-from infinity.integrations.import_deepspeed import read_deepspeed
+from infinity.deepspeed.importer.convert import read_deepspeed
 from infinity.sim.links import Links
 from infinity.sim.models import of_transformers
 from support.configs import engine_config

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.deepspeed.importer.convert import import_deepspeed
+from infinity.deepspeed.importer.files import read_pickle
 from infinity.errors import CheckpointError
-from infinity.integrations.deepspeed_files import read_pickle
-from infinity.integrations.import_deepspeed import import_deepspeed
 
 CHECKPOINTS = Path(__file__).parent / "deepspeed_checkpoints"
 MODEL = "mp_rank_00_model_states.pt"

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 import infinity
 from infinity.checkpoint.format import read_index
 from infinity.cli.main import app
+from infinity.deepspeed.importer.convert import import_deepspeed, read_deepspeed
+from infinity.deepspeed.importer.files import STAND_INS
+from infinity.deepspeed.importer.optimizer import loss_scale_of, optimizer_of
+from infinity.deepspeed.importer.states import StoredCheckpoint, StoredParameter
 from infinity.errors import CheckpointError, UsageError
-from infinity.integrations.deepspeed_files import STAND_INS
-from infinity.integrations.deepspeed_optimizer import loss_scale_of, optimizer_of
-from infinity.integrations.deepspeed_states import StoredCheckpoint, StoredParameter
-from infinity.integrations.import_deepspeed import import_deepspeed, read_deepspeed
 from infinity.rules import rule_of_type
 from support.deepspeed_model import CASES, NEXT_STEPS, STEPS, Case, TinyModel, batch_of, param_groups
 

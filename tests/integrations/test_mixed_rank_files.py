@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.deepspeed.importer.convert import import_deepspeed, read_deepspeed
+from infinity.deepspeed.importer.files import STAND_INS, FileTensor
+from infinity.deepspeed.importer.states import Computed
 from infinity.errors import CheckpointError
-from infinity.integrations.deepspeed_files import STAND_INS, FileTensor
-from infinity.integrations.deepspeed_states import Computed
-from infinity.integrations.import_deepspeed import import_deepspeed, read_deepspeed
 from infinity.integrations.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,

@@ -20,9 +20,9 @@ from infinity.checkpoint.export import export
 from infinity.checkpoint.format import BUFFERS, LATEST, find, read_tag
 from infinity.checkpoint.saved import CheckpointFolder
 from infinity.checkpoint.verify import check_contents, check_files
+from infinity.deepspeed.importer import zero_to_fp32 as theirs
 from infinity.deepspeed.utils.checkpoint_files import get_model_state_file, get_model_state_files, get_optim_files
 from infinity.errors import UsageError
-from infinity.integrations import zero_to_fp32 as theirs
 from infinity.nn.pieces import Piece
 from infinity.outputs import replacing
 from infinity.sizes import parse_size

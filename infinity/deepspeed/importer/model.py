@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from infinity.errors import CheckpointError
-from infinity.integrations.deepspeed_files import FileTensor, PickleFile, read_pickle
-from infinity.integrations.deepspeed_states import (
+from infinity.deepspeed.importer.files import FileTensor, PickleFile, read_pickle
+from infinity.deepspeed.importer.states import (
     DAMAGED,
     Computed,
     StoredCheckpoint,
@@ -26,6 +25,7 @@ from infinity.integrations.deepspeed_states import (
     shape_of,
     shapes_of,
 )
+from infinity.errors import CheckpointError
 from infinity.units.compiled import own_name
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint.tensors import PART
-from infinity.errors import CheckpointError
-from infinity.integrations.deepspeed_files import FileTensor, PickleFile
-from infinity.integrations.deepspeed_model import ModelStates
-from infinity.integrations.deepspeed_states import (
+from infinity.deepspeed.importer.files import FileTensor, PickleFile
+from infinity.deepspeed.importer.model import ModelStates
+from infinity.deepspeed.importer.states import (
     DAMAGED,
     Computed,
     Range,
@@ -25,6 +24,7 @@ from infinity.integrations.deepspeed_states import (
     entry,
     step_of,
 )
+from infinity.errors import CheckpointError
 
 _SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_window")
 

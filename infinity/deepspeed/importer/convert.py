@@ -18,18 +18,18 @@ from infinity.checkpoint.output import appearing, check_out
 from infinity.checkpoint.save import pack_client_state
 from infinity.checkpoint.tensors import PART, Spec
 from infinity.checkpoint.writer import Writer
-from infinity.errors import CheckpointError
-from infinity.integrations.deepspeed_files import Inert, PickleFile
-from infinity.integrations.deepspeed_optimizer import groups_of, loss_scale_of, optimizer_of, scheduler_of
-from infinity.integrations.deepspeed_states import (
+from infinity.deepspeed.importer.files import Inert, PickleFile
+from infinity.deepspeed.importer.optimizer import groups_of, loss_scale_of, optimizer_of, scheduler_of
+from infinity.deepspeed.importer.states import (
     DAMAGED,
     StoredCheckpoint,
     StoredParameter,
     damage_named,
     latest_folder,
 )
-from infinity.integrations.universal_checkpoint import is_universal, read_universal
-from infinity.integrations.zero_checkpoint import read_zero
+from infinity.deepspeed.importer.universal import is_universal, read_universal
+from infinity.deepspeed.importer.zero import read_zero
+from infinity.errors import CheckpointError
 from infinity.rules import MomentFormat, Rule
 
 Step = Callable[[float, str], None]

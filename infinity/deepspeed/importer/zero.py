@@ -14,10 +14,9 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
-from infinity.errors import CheckpointError
-from infinity.integrations.deepspeed_files import FileTensor, Inert, PickleFile, read_pickle
-from infinity.integrations.deepspeed_model import ModelStates, read_model_states
-from infinity.integrations.deepspeed_states import (
+from infinity.deepspeed.importer.files import FileTensor, Inert, PickleFile, read_pickle
+from infinity.deepspeed.importer.model import ModelStates, read_model_states
+from infinity.deepspeed.importer.states import (
     DAMAGED,
     Range,
     StoredCheckpoint,
@@ -28,7 +27,8 @@ from infinity.integrations.deepspeed_states import (
     inside,
     step_of,
 )
-from infinity.integrations.unsharded_checkpoint import read_unsharded
+from infinity.deepspeed.importer.unsharded import read_unsharded
+from infinity.errors import CheckpointError
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MASTERS = {True: "fp32_flat_groups", False: "single_partition_of_fp32_groups"}

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from infinity.errors import CheckpointError
-from infinity.integrations.deepspeed_files import FileTensor, read_pickle
-from infinity.integrations.deepspeed_model import read_model_states
-from infinity.integrations.deepspeed_states import (
+from infinity.deepspeed.importer.files import FileTensor, read_pickle
+from infinity.deepspeed.importer.model import read_model_states
+from infinity.deepspeed.importer.states import (
     DAMAGED,
     Computed,
     StoredCheckpoint,
@@ -25,7 +24,8 @@ from infinity.integrations.deepspeed_states import (
     inside,
     step_of,
 )
-from infinity.integrations.zero_checkpoint import frozen, loss_scaler
+from infinity.deepspeed.importer.zero import frozen, loss_scaler
+from infinity.errors import CheckpointError
 from infinity.units.compiled import own_name
 
 FOLDER = "zero"

@@ -13,9 +13,9 @@ import torch
 
 from infinity.checkpoint.format import candidates, check_folder
 from infinity.checkpoint.tensors import PART
+from infinity.deepspeed.importer.files import FileTensor, PickleFile
 from infinity.errors import CheckpointError, InfinityError
 from infinity.inputs import is_file_name, read_input
-from infinity.integrations.deepspeed_files import FileTensor, PickleFile
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 _CONTENT = "*_model_states.pt"

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from infinity.deepspeed.importer.states import StoredCheckpoint
 from infinity.errors import CheckpointError, ConfigError, UsageError
-from infinity.integrations.deepspeed_states import StoredCheckpoint
 from infinity.rules import RULES, Hyper, Rule, in_words, rule_of_type
 
 _CHOOSE = f"pass the optimizer of the run: --optimizer with {in_words(RULES.values())}"

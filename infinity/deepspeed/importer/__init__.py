@@ -1,0 +1,1 @@
+"""Reads checkpoints of DeepSpeed, and converts them to ones of Infinity."""
