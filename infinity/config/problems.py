@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from infinity.config.deepspeed_keys import TABLE, VALUES
+from infinity.config.deepspeed.keys import TABLE, VALUES
 from infinity.config.fields import show
 from infinity.config.keys import walk
 

@@ -11,12 +11,12 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from infinity.config.deepspeed_keys import TABLE
-from infinity.config.dialect import DEFAULTS, OF_OPTIMIZER, OF_SCHEDULER
+from infinity.config.deepspeed.dialect import DEFAULTS, OF_OPTIMIZER, OF_SCHEDULER
+from infinity.config.deepspeed.keys import TABLE
+from infinity.config.deepspeed.verdicts import Entry, Verdict
 from infinity.config.fields import IN_BYTES, show
 from infinity.config.keys import Key, models_in, walk
 from infinity.config.sections import Config
-from infinity.config.verdicts import Entry, Verdict
 from infinity.sizes import format_size
 
 _HEAD = """\

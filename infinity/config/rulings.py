@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from infinity.config.deepspeed_keys import TABLE
+from infinity.config.deepspeed.keys import TABLE
+from infinity.config.deepspeed.verdicts import Verdict
 from infinity.config.keys import walk
 from infinity.config.sections import Config
-from infinity.config.verdicts import Verdict
 
 
 class Ruling(NamedTuple):

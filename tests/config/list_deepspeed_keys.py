@@ -1,6 +1,6 @@
-"""Writes tests/config/deepspeed_keys.txt from the sources of DeepSpeed, without importing them.
+"""Writes tests/config/deepspeed/keys.txt from the sources of DeepSpeed, without importing them.
 
-`python tests/config/list_deepspeed_keys.py DeepSpeed-0.19.8/deepspeed > tests/config/deepspeed_keys.txt`. Fields and
+`python tests/config/list_deepspeed_keys.py DeepSpeed-0.19.8/deepspeed > tests/config/deepspeed/keys.txt`. Fields and
 aliases of pydantic models become keys; so do the names that constants hold and that code passes to dict.get.
 """
 

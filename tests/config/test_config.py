@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from infinity.config import Batch, Config, WarmupCosineLR, WarmupDecayLR
-from infinity.config.deepspeed_keys import TABLE, VALUES
+from infinity.config.deepspeed.keys import TABLE, VALUES
 from infinity.config.keys import models_in, walk
 from infinity.config.reference import reference
 from infinity.errors import ConfigError, InfinityError

@@ -18,9 +18,9 @@ from torch import nn
 
 import infinity
 from infinity.config import Config, Dialect, Fill, hidden_size_of
-from infinity.config.deepspeed_keys import TABLE
+from infinity.config.deepspeed.keys import TABLE
+from infinity.config.deepspeed.translate import translate
 from infinity.config.keys import walk
-from infinity.config.translate import translate
 from infinity.errors import ConfigError
 
 KNOWN = frozenset(key.dotted for key in walk(Config))

@@ -5,8 +5,8 @@ A key of the schema needs no entry: it is honoured. Names, sections and neutral 
 
 from __future__ import annotations
 
-from infinity.config.deepspeed_zero_keys import ZERO_KEYS
-from infinity.config.verdicts import Entry, mapped, no_effect, refused
+from infinity.config.deepspeed.verdicts import Entry, mapped, no_effect, refused
+from infinity.config.deepspeed.zero_keys import ZERO_KEYS
 
 _WATCH = "the progress lines and engine.ledger show times and bytes instead"
 _MODEL = "implement {} in the model or the training loop"

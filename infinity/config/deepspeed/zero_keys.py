@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from infinity.config.verdicts import Entry, mapped, no_effect, refused
+from infinity.config.deepspeed.verdicts import Entry, mapped, no_effect, refused
 
 _BUCKETS = "a unit is one all-gather and one reduce-scatter; infinity.unit_size sets its size"
 _OVERLAP = "transfers and collectives always overlap the computation"

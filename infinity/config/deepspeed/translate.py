@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from infinity.config.auto import Fill, resolve_auto
-from infinity.config.deepspeed_keys import TABLE
-from infinity.config.dialect import add_defaults
+from infinity.config.deepspeed.dialect import add_defaults
+from infinity.config.deepspeed.keys import TABLE
+from infinity.config.deepspeed.mapped import RENAMES, RULES
+from infinity.config.deepspeed.verdicts import Verdict
 from infinity.config.draft import Draft
-from infinity.config.mapped_keys import RENAMES, RULES
 from infinity.config.notes import Dialect, Notes
 from infinity.config.tree import copied, drop, leaves
-from infinity.config.verdicts import Verdict
 
 _KEEPS_AUTO = ("aio.engine", "data_types.keep_in_fp32_modules")
 """Keys, besides those of section `infinity`, of which "auto" is a value."""

@@ -1,0 +1,1 @@
+"""DeepSpeed's keys: the verdict on each, their translation, and the defaults that differ."""
