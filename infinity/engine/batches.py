@@ -24,13 +24,13 @@ from infinity.engine.model_state import ModelState
 from infinity.engine.parts import EngineParts, UpdateParts
 from infinity.engine.pieces import NotInPieces
 from infinity.engine.reports import StepReports
-from infinity.engine.step import Call
 from infinity.engine.vertical import Forward, VerticalOrder, backward, hooked, is_plain_thread
 from infinity.errors import InfinityError, ModelError
 from infinity.observe.clock import Phase
 from infinity.observe.log import logger
 from infinity.observe.monitor import Monitor
 from infinity.plan import pools
+from infinity.schedule.step import Call
 from infinity.units.added import Additions
 from infinity.units.compiled import is_compiled
 from infinity.units.hooks import ModelHooks
@@ -298,7 +298,7 @@ class BatchTrainer:
             engine._check_loss((bad or losses)[0], *engine.ranks.totals(float(bool(bad)), refused))
         engine._loss = losses[-1].detach()
         if engine.monitor.enabled:
-            engine.updates.step.losses += [(loss.detach(), len(losses)) for loss in losses]
+            engine._reports.losses += [(loss.detach(), len(losses)) for loss in losses]
         return [engine.scale(loss) for loss in losses]
 
     def _abandon(self) -> None:

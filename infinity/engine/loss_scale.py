@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from infinity.errors import NonFiniteError
 
 if TYPE_CHECKING:
@@ -128,38 +126,6 @@ class LossScale:
         if self.is_dynamic:
             for name in _PROGRESS:
                 setattr(self, name, state[name])
-
-
-class ScaledBackwards:
-    """Counts the backwards of a step that did not start from a scaled loss.
-
-    A hook on the scaled loss runs in the backward that passes through it. A scaled loss without a backward, or a
-    `zero_grad` between the two, therefore does not change the count.
-    """
-
-    def __init__(self) -> None:
-        self.unscaled = 0
-        self.passed = False
-        """True if the running backward started from a scaled loss."""
-
-    def watch(self, scaled: torch.Tensor) -> torch.Tensor:
-        """Register the hook on `scaled`, a loss that was multiplied by the scale, and return it."""
-        if scaled.requires_grad:
-            scaled.register_hook(self._pass)
-        return scaled
-
-    def _pass(self, gradient: torch.Tensor) -> None:
-        self.passed = True
-
-    def end(self, *, counts: bool) -> None:
-        """Record the end of a backward. counts: it produced gradients; `torch.autograd.grad` produces none."""
-        self.unscaled += counts and not self.passed
-        self.passed = False
-
-    def forget(self) -> None:
-        """Reset the count: the step ended, or its gradients were dropped."""
-        self.unscaled = 0
-        self.passed = False
 
 
 _PROGRESS = ("value", "tolerance", "good", "skipped_in_a_row")

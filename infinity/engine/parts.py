@@ -15,11 +15,11 @@ from infinity.checkpoint.background import Saver
 from infinity.comm.communicator import Communicator
 from infinity.engine.durable import DurableSteps
 from infinity.engine.profile import Profiler
-from infinity.engine.step import Step
 from infinity.engine.updater import Updater
 from infinity.grads.collector import GradCollector
 from infinity.grads.store import GradStore
 from infinity.plan.plan import Plan
+from infinity.schedule.step import Step
 from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device

@@ -67,6 +67,8 @@ class StepReports:
 
     def __init__(self, config: Config, monitor: Monitor, ledger: Ledger, device: Device, *, main: bool) -> None:
         self.monitor = monitor
+        self.losses: list[tuple[torch.Tensor, int]] = []
+        """Loss and divisor of the step's calls of `engine.backward`; collected for monitors only."""
         self._ledger = ledger
         self._recorder = device.recorder
         self._clock = StepClock(device.torch_device) if config.wall_clock_breakdown and main else None
@@ -80,6 +82,14 @@ class StepReports:
     def active(self) -> bool:
         """True if `step` has something to report."""
         return self.monitor.enabled or self._clock is not None
+
+    def known_losses(self, backwards: int) -> list[tuple[torch.Tensor, int]]:
+        """Return the step's losses if all its `backwards` were calls of `engine.backward`, else nothing."""
+        return self.losses if len(self.losses) == backwards else []
+
+    def forget_losses(self) -> None:
+        """Begin another step."""
+        self.losses = []
 
     def around(self, called: nn.Module, model: nn.Module, steps: Callable[[], int]) -> Forward:
         """Return `called`, which runs `model`, with its measurements; `called` itself if there are none.

@@ -33,7 +33,6 @@ from infinity.engine.optimizer import (
 from infinity.engine.platform import MACHINE, Platform
 from infinity.engine.reports import Losses, StepFacts, StepReports, monitor_of
 from infinity.engine.same_batches import FirstBatches
-from infinity.engine.step import Call, after_a_failed_backward, changed_during_update, unscaled_loss
 from infinity.engine.tier_states import TierStates
 from infinity.engine.wiring import assemble, plan_model
 from infinity.errors import LifetimeError, NonFiniteError, OutOfSpaceError, UsageError
@@ -43,6 +42,7 @@ from infinity.observe.log import StepLog, logger
 from infinity.plan.policy import compute_dtype
 from infinity.plan.stage import Sharding
 from infinity.rules import RULES, Hyper
+from infinity.schedule.step import Call, after_a_failed_backward, changed_during_update, unscaled_loss
 from infinity.tiers.accelerator import default_device
 from infinity.tiers.device import Device
 from infinity.units.added import Additions
@@ -166,7 +166,7 @@ class TrainingEngine(CheckpointingEngine):
         self._loss = loss.detach()
         self._reports.end(Phase.BACKWARD)
         if self.monitor.enabled:
-            self._step.losses.append((self._loss, accumulation))
+            self._reports.losses.append((self._loss, accumulation))
         return loss if accumulation == 1 else loss / accumulation
 
     def train_batch(
@@ -208,7 +208,10 @@ class TrainingEngine(CheckpointingEngine):
         scale = self.loss_scale.value
         if scale == accumulation == self.batch.accumulation == 1:
             return loss
-        return self._step.scaled.watch(loss * (scale / accumulation))
+        scaled, step = loss * (scale / accumulation), self._step
+        if scaled.requires_grad:
+            scaled.register_hook(lambda gradient: step.note_scaled())
+        return scaled
 
     @eager
     def step(self, lr_kwargs: Mapping[str, Any] | None = None, *, client_state: dict[str, Any] | None = None) -> None:
@@ -229,7 +232,7 @@ class TrainingEngine(CheckpointingEngine):
         self._hooks.check_replaced()
         arguments = self._schedule.arguments(self.lr_scheduler, lr_kwargs)
         skipped = self.skipped_steps
-        losses = self._step.known_losses if self.monitor.enabled else ()
+        losses = self._reports.known_losses(self.micro_steps) if self.monitor.enabled else ()
         self._reports.begin(Phase.STEP)
         durable = self.updates.durable
         with self._failing():
@@ -313,7 +316,7 @@ class TrainingEngine(CheckpointingEngine):
         return self._step.is_at_boundary
 
     def _check_scaled(self) -> None:
-        unscaled, micro_steps = self._step.scaled.unscaled, self.micro_steps
+        unscaled, micro_steps = self._step.unscaled, self.micro_steps
         if self.loss_scale.value != 1.0 and unscaled:
             self.drop_gradients()
             raise unscaled_loss(unscaled, micro_steps, self.loss_scale.value)
@@ -330,6 +333,7 @@ class TrainingEngine(CheckpointingEngine):
         self.updates.collector.end_step()
         self.parts.store.end_step()
         self._step.end()
+        self._reports.forget_losses()
 
     @uninterrupted()
     def _update(self) -> None:
@@ -454,7 +458,7 @@ class TrainingEngine(CheckpointingEngine):
             self._check_refused(refused)
         check = LossCheck(self._loss_reader, loss, self.ranks, refused)
         try:
-            with self._step.checking(check):
+            with self.updates.updater.checking(check):
                 yield
         except Exception:
             if self.ranks.is_single:  # on several, the others may not exchange now
@@ -662,6 +666,7 @@ class TrainingEngine(CheckpointingEngine):
         self.updates.collector.discard()
         self.parts.store.end_step()
         self._step.end()
+        self._reports.forget_losses()
 
     def settle_between_steps(self, what: str, call: Operation) -> None:
         """Call `settle` once all ranks have begun `call`.

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import torch
 
 from infinity.comm.communicator import Communicator
-from infinity.engine.step import Step
+from infinity.engine.loss_check import LossCheck
 from infinity.grads.store import GradStore
 from infinity.rules import Hyper
+from infinity.schedule.step import Step
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
 from infinity.update.job import Gradient, UpdateJob
@@ -42,6 +44,17 @@ class Updater:
         self._early_scale = early_scale
         self._in_forward = in_forward
         self._check_nan = check_nan
+        self._loss_check: LossCheck | None = None
+        """The check of the running backward's loss, for which its updates wait; None: the loss is finite."""
+
+    @contextmanager
+    def checking(self, check: LossCheck) -> Iterator[None]:
+        """Let the updates of the backward in the block wait for `check`, which has its result at the end."""
+        self._loss_check = check
+        try:
+            yield
+        finally:
+            self._loss_check = None
 
     def job(self, unit: Unit, scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
         """Return the job that updates `unit` in this step. gradient: None to read it from its tier."""
@@ -69,14 +82,14 @@ class Updater:
             torch.autograd.graph.increment_version([unit.parameters[slot] for slot in slots])
 
     def can_update_now(self, unit: Unit) -> bool:
-        if self._step.loss_check is not None:
-            self._step.loss_check.start()  # here, since ranks may differ in the answer
+        if self._loss_check is not None:
+            self._loss_check.start()  # here, since ranks may differ in the answer
         return unit.index not in self._in_forward and self._store.finished_with(unit)
 
     def update_now(self, unit: Unit, gradient: Future[Gradient]) -> None:
         """Start the update of a unit whose gradient is complete."""
         job = self.job(unit, self._early_scale, gradient)
-        if (check := self._step.loss_check) is not None:
+        if (check := self._loss_check) is not None:
             job.allowed = check.passed
         self._store.start_update(unit, job)
 

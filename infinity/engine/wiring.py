@@ -27,7 +27,6 @@ from infinity.engine.planning import plan_units
 from infinity.engine.platform import MACHINE, Platform
 from infinity.engine.precision import warn_of_emulation
 from infinity.engine.profile import Profiler
-from infinity.engine.step import Step
 from infinity.engine.updater import DeferredUpdates, Updater
 from infinity.errors import ConfigError
 from infinity.grads.buffers import GradBuffers
@@ -38,6 +37,7 @@ from infinity.plan.budget import Budget
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.plan.policy import compute_dtype
+from infinity.schedule.step import Step
 from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device

@@ -68,7 +68,7 @@ class Updates(Protocol):
 
 
 class StepState(Protocol):
-    """The present step (`infinity.engine.step`)."""
+    """The present step (`infinity.schedule.step`)."""
 
     @property
     def updated(self) -> Collection[int]: ...

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from infinity.errors import InfinityError
+from infinity.schedule.trace import Tracer
 from infinity.tiers.pool import Lease, Pool
-from infinity.units.trace import Tracer
 from infinity.units.unit import Residency, Unit
 
 EXTRA = 2

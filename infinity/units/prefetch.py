@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from infinity.plan.layout import UnitLayout
+from infinity.schedule.trace import Tracer
 from infinity.units.kept import KeptBuffers
-from infinity.units.trace import Tracer
 from infinity.units.unit import Residency, Unit
 
 

@@ -22,6 +22,7 @@ from infinity.comm.agreement.announcements import Operation
 from infinity.comm.communicator import Communicator
 from infinity.errors import RanksError, UsageError
 from infinity.interrupts import ForcedInterrupt, uninterrupted
+from infinity.schedule.trace import Tracer
 from infinity.tiers.device import Device
 from infinity.tiers.fingerprint import Fingerprint
 from infinity.tiers.pool import Lease, Pool
@@ -34,7 +35,6 @@ from infinity.units.modes import in_derivative, outside_modes, transformed
 from infinity.units.prefetch import Ahead
 from infinity.units.scope import Scope
 from infinity.units.states import UnitStates
-from infinity.units.trace import Tracer
 from infinity.units.unit import Residency, Unit
 from infinity.update.job import UpdateJob
 from infinity.update.pipeline import UpdatePipeline

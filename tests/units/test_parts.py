@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from infinity.engine.training import TrainingEngine
-from infinity.units.trace import PARTS
+from infinity.schedule.trace import PARTS
 from infinity.units.unit import Residency, Unit
 from infinity.update.job import UpdateJob
 from support.configs import engine_config

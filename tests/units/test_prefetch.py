@@ -7,8 +7,8 @@ from typing import Any
 
 from hypothesis import given, strategies as st
 
+from infinity.schedule.trace import AHEAD, Tracer
 from infinity.units.prefetch import Ahead
-from infinity.units.trace import AHEAD, Tracer
 from infinity.units.unit import Residency
 
 UNITS = 40

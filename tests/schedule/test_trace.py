@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from infinity.units import trace as trace_module
-from infinity.units.trace import AHEAD, LONGEST, PARTS, Trace, Tracer, Walk
+from infinity.schedule import trace as trace_module
+from infinity.schedule.trace import AHEAD, LONGEST, PARTS, Trace, Tracer, Walk
 
 USES = st.lists(st.integers(0, 4), min_size=1, max_size=12).map(
     lambda uses: [u for i, u in enumerate(uses) if i == 0 or u != uses[i - 1]]

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
-from infinity.engine.step import LEGAL, Call, Phase, Step
 from infinity.errors import UsageError
+from infinity.schedule.step import LEGAL, Call, Phase, Step
 
 
 def backward(step: Step, *, updates: bool = False, counts: bool = True) -> None:
@@ -101,4 +101,4 @@ def test_a_backward_after_the_last_is_refused_if_backward_updates() -> None:
 def test_a_step_that_ended_is_idle() -> None:
     step = updated()
     step.end()
-    assert step.phase is Phase.IDLE and not step.is_complete and step.scaled.unscaled == 0
+    assert step.phase is Phase.IDLE and not step.is_complete and step.unscaled == 0

@@ -10,10 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
 
-import torch
-
-from infinity.engine.loss_check import LossCheck
-from infinity.engine.loss_scale import ScaledBackwards
 from infinity.errors import UsageError
 
 
@@ -73,11 +69,11 @@ class Step:
         """True: gradients of a plain `loss.backward()` are divided by `accumulation`, as `engine.backward` does."""
         self.skips_overflows = False
         """True: a step in bf16 with gradients that are not finite is skipped, as in fp16. False: it raises an error."""
-        self.scaled = ScaledBackwards()
-        self.losses: list[tuple[torch.Tensor, int]] = []
-        """Loss and divisor of the step's calls of `engine.backward`; collected for monitors only."""
-        self.loss_check: LossCheck | None = None
-        """The check of the running backward's loss, for which its updates wait; None: the loss is finite."""
+        self.unscaled = 0
+        """Number of the step's backwards that did not start from a scaled loss."""
+        self.is_scaled = False
+        """True if the running backward started from a scaled loss. A hook on that loss sets it: a scaled loss without a
+        backward, or a `zero_grad` between the two, changes nothing."""
         self._early = early
         self._unsynced = 0
         self._micro_batch: int | None = None
@@ -111,14 +107,9 @@ class Step:
         return not self._unsynced and (self.is_complete or self._passed + 1 >= self.accumulation)
 
     @property
-    def known_losses(self) -> list[tuple[torch.Tensor, int]]:
-        """`losses` if all backwards of the step were calls of `engine.backward`, else nothing."""
-        return self.losses if len(self.losses) == self.micro_steps else []
-
-    @property
     def weight(self) -> float:
         """Factor of the gradients that arrive in the running backward."""
-        return 1.0 / self.accumulation if self.averages_plain and not self.scaled.passed else 1.0
+        return 1.0 / self.accumulation if self.averages_plain and not self.is_scaled else 1.0
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -200,15 +191,6 @@ class Step:
         finally:
             self._unsynced -= 1
 
-    @contextmanager
-    def checking(self, check: LossCheck) -> Iterator[None]:
-        """Let the updates of the backward in the block wait for `check`, which has its result at the end."""
-        self.loss_check = check
-        try:
-            yield
-        finally:
-            self.loss_check = None
-
     @property
     def may_end(self) -> bool:
         """False if another micro-batch of the step is known to follow the running backward."""
@@ -233,10 +215,14 @@ class Step:
         if self.counts_calls:
             self._passed = self.accumulation - 1
 
+    def note_scaled(self) -> None:
+        """Record that the running backward passes through a loss that was multiplied by the loss scale."""
+        self.is_scaled = True
+
     def begin_backward(self) -> None:
         if self._micro_batch is not None:
             self.is_last_micro_step = self._micro_batch + 1 == self.accumulation
-            self.scaled.passed = True
+            self.is_scaled = True
             return
         self.is_last_micro_step = self._ends_step and not self._unsynced
 
@@ -250,11 +236,12 @@ class Step:
     def end_backward(self, *, counts: bool) -> None:
         """Count a backward that ended. counts: it produced gradients; `torch.autograd.grad` produces none."""
         if self._micro_batch is not None:
-            self.scaled.passed = False
+            self.is_scaled = False
             return
         self.micro_steps += counts
         self.is_complete = self.is_complete or (counts and self.is_last_micro_step)
-        self.scaled.end(counts=counts)
+        self.unscaled += counts and not self.is_scaled
+        self.is_scaled = False
 
     def end_micro_batch(self) -> None:
         """Record a call of `engine.step()` that updates nothing."""
@@ -269,8 +256,8 @@ class Step:
         self._passed = 0
         self.updated = set()
         self.is_complete = False
-        self.losses = []
-        self.scaled.forget()
+        self.unscaled = 0
+        self.is_scaled = False
 
 
 def changed_during_update(group: int, names: str) -> UsageError:
