@@ -24,6 +24,7 @@ from infinity.grads.held import HeldGradients
 from infinity.grads.store import GradStore
 from infinity.interrupts import uninterrupted
 from infinity.plan.layout import Slot
+from infinity.schedule.arrivals import Arrivals
 from infinity.tiers.pool import Lease, Pool
 from infinity.units.coming import ComingGradients
 from infinity.units.compiled import eager
@@ -105,18 +106,7 @@ class GradCollector:
         self._store = store
         self._open: dict[int, _Open] = {}
         self._coming = coming
-        self._arrivals: dict[int, int] = {}
-        """unit → its arrivals in this backward."""
-        self._cleared = False
-        """True if a user's hook has cleared a gradient in this backward."""
-        self._before: dict[int, int] = {}
-        """unit → its arrivals in the last backward. Below that number the graph is not queried: it takes time."""
-        self._passed: set[int] = set()
-        """Units past their last use in this backward (several ranks only)."""
-        self._unpredictable: set[int] = set()
-        """Units that ever received a gradient after their last use."""
-        self._predictable: set[int] = set()
-        """Units that were passed in an earlier backward and are not in `_unpredictable`."""
+        self._arrivals = Arrivals()
         self._held: HeldGradients | None = None
         """Gradients of a micro-batch whose backward runs in pieces."""
         self._step = step
@@ -156,7 +146,7 @@ class GradCollector:
     def note_cleared(self) -> None:
         """Count this backward, although a user's hook has used and cleared its gradient (an optimizer in backward)."""
         self._on_arrival()
-        self._cleared = True
+        self._arrivals.note_cleared()
 
     @uninterrupted()
     def arrive(self, unit: Unit, slot: int, gradient: torch.Tensor) -> None:
@@ -170,8 +160,7 @@ class GradCollector:
                 self._send(unit, complete=True)
 
     def _is_complete(self, unit: Unit) -> bool:
-        before = self._before.get(unit.index, len(unit.parameters))
-        return self._arrivals[unit.index] >= before and not self._coming.expects(unit)
+        return self._arrivals.may_be_complete(unit.index, len(unit.parameters)) and not self._coming.expects(unit)
 
     def _collect(self, unit: Unit, slot: int, gradient: torch.Tensor) -> None:
         index = unit.index
@@ -206,27 +195,19 @@ class GradCollector:
             gradient = gradient.to(collecting.flat.dtype)
         squares[slot] = self._put(collecting.flat, unit.layout.slots[slot], gradient, add=slot in squares)
         unit.collected.add(slot)
-        self._arrivals[index] = self._arrivals.get(index, 0) + 1
-        if index in self._passed:
-            self._unpredictable.add(index)
+        self._arrivals.add(index)
 
     @uninterrupted()
     def unit_changed(self, to: Unit, finished: Callable[[int], bool]) -> None:
-        """Handle a change of the unit in use. Several ranks send the gradients of `finished` units here.
-
-        Ranks must send in the same order, but the number of gradients of a unit may differ between ranks (experts
-        without tokens on a rank). The units in use do not differ. A unit that receives gradients after its last use (an
-        embedding that saves nothing for backward) is sent when backward ends.
+        """Handle a change of the unit in use: several ranks send gradients that are complete by then (`Arrivals`).
 
         finished: unit index → True if backward does not use the unit again.
         """
         if self._ranks.is_single or not self.in_mid_backward:
             return
-        for index in list(self._open):
-            if index != to.index and index not in self._passed and finished(index):
-                self._passed.add(index)
-                if index in self._predictable and self._sends:
-                    self._send(self._units[index], complete=True)
+        for index in self._arrivals.passing(list(self._open), to.index, finished):
+            if self._sends:
+                self._send(self._units[index], complete=True)
 
     def _stores_wider(self, unit: Unit) -> bool:
         """Return whether the unit's gradients are stored in a wider dtype than they are collected in.
@@ -292,18 +273,9 @@ class GradCollector:
         if self._held is not None:
             for index, slot, gradient in self._held.due():
                 self._collect(self._units[index], slot, gradient)
-        cleared, self._cleared = self._cleared, False
-        if not self._arrivals:
-            return cleared  # False: `torch.autograd.grad`, as in a gradient penalty
-        if self._sends:
+        if self._arrivals.any and self._sends:
             self.send_all()
-        others = {} if self._held is None else self._before  # the other pieces have other units
-        self._before = {**others, **self._arrivals}
-        self._arrivals = {}
-        self._predictable |= self._passed
-        self._predictable -= self._unpredictable
-        self._passed = set()
-        return True
+        return self._arrivals.end_backward(in_pieces=self._held is not None)
 
     @contextmanager
     def in_pieces(self, held: HeldGradients) -> Iterator[None]:
@@ -322,7 +294,7 @@ class GradCollector:
     @property
     def in_mid_backward(self) -> bool:
         """Return whether gradients have arrived in a backward that has not ended."""
-        return bool(self._arrivals)
+        return self._arrivals.any
 
     def _send(self, unit: Unit, *, complete: bool) -> None:
         collecting = self._open.pop(unit.index)
@@ -387,9 +359,7 @@ class GradCollector:
         for collecting in self._open.values():
             collecting.lease.release()
         self._open = {}
-        self._arrivals = {}
-        self._cleared = False
-        self._passed = set()
+        self._arrivals.discard()
         self._store.discard()
         self._forget_arrivals()
 
