@@ -24,7 +24,7 @@ from infinity.tiers.durable import DurableTier
 from infinity.tiers.named import MisplacedError
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import Promise, Transfer
-from infinity.update.job import UpdateJob
+from infinity.update.job import UpdateProgress
 
 _MISPLACED, _STOPPED = 65536.0, 65536.0**2
 """Added to a rank's number in the agreement if its files are not in their places, and if it was asked to stop; 1 stands
@@ -39,7 +39,7 @@ class Step:
     updated: units that it updates. written: tier in memory → offsets of extents that were written besides.
     """
 
-    jobs: Sequence[UpdateJob]
+    updates: Sequence[UpdateProgress]
     updated: Collection[int]
     written: Mapping[str, Collection[int]]
     progress: Progress
@@ -51,7 +51,7 @@ class Committing:
     """A transfer that is done once a step is committed on all ranks. Writes of later values wait for it."""
 
     def __init__(self, step: Step) -> None:
-        self._jobs = step.jobs
+        self._updates = step.updates
         self._promise = Promise()
 
     def done(self) -> bool:
@@ -59,7 +59,7 @@ class Committing:
 
     def wait(self) -> None:
         """Raises StorageError if the step could not be committed, and UsageError where waiting would never end."""
-        if not self.done() and not all(job.has_begun for job in self._jobs):
+        if not self.done() and not all(update.began.done() for update in self._updates):
             raise UsageError(
                 "a parameter was edited before the last step is committed, which waits for updates in the next "
                 "forward (infinity.durable). Edit it through infinity.GatheredParameters(), or set infinity.update to "
@@ -68,18 +68,18 @@ class Committing:
         self._promise.wait()
 
     def keep(self) -> None:
-        self._jobs = ()
+        self._updates = ()
         self._promise.keep()
 
     def fail(self, error: BaseException) -> None:
-        self._jobs = ()
+        self._updates = ()
         self._promise.fail(error)
 
     def abandon(self) -> None:
         """Fail the updates that have not begun, so that the thread does not wait for them forever."""
-        for job in self._jobs:
-            if not job.has_begun:
-                job.fail(StorageError("the engine was closed before the update"))
+        for update in self._updates:
+            if not update.began.done():
+                update.fail(StorageError("the engine was closed before the update"))
 
 
 class Commits:
@@ -196,8 +196,8 @@ class Commits:
         misplaced = ""
         before = self.run.record
         try:
-            for job in step.jobs:
-                job.done.wait()
+            for update in step.updates:
+                update.done.wait()
             if self._refused():
                 raise StorageError("a gradient was NaN or infinite, so its update was skipped")
             self.note_writes()  # first: what is written from now on may be missing in the commit

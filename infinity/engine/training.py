@@ -396,8 +396,8 @@ class TrainingEngine(CheckpointingEngine):
         parts = self.parts
         gradients, store = self.updates.gradients, parts.store
         for unit in parts.units:
-            if unit.job is not None and unit.job.done.done():
-                unit.job.done.wait()
+            if unit.update is not None and unit.update.done.done():
+                unit.update.done.wait()
         scale = 1.0 / (parts.plan.grad_divisor * self.loss_scale.value)
         self._grad_norm.forget()
         clipping, scaled = self.config.gradient_clipping > 0, self.config.scales_loss

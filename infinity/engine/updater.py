@@ -67,6 +67,7 @@ class Updater:
             unit.layout.first + unit.layout.shard_range(rank)[0],
             gradient,
             require_finite=gradient is not None and self._check_nan,
+            allowed=None if gradient is None or self._loss_check is None else self._loss_check.passed,
             gate=unit.snapshot_read,
         )
 
@@ -88,10 +89,7 @@ class Updater:
 
     def update_now(self, unit: Unit, gradient: Future[Gradient]) -> None:
         """Start the update of a unit whose gradient is complete."""
-        job = self.job(unit, self._early_scale, gradient)
-        if (check := self._loss_check) is not None:
-            job.allowed = check.passed
-        self._store.start_update(unit, job)
+        self._store.start_update(unit, self.job(unit, self._early_scale, gradient))
 
     def postpone(self, unit: Unit) -> None:
         """Leave the update of a unit, whose gradient is complete, to the end of the step."""

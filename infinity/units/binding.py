@@ -46,9 +46,9 @@ def adopt_assigned(unit: Unit, recorder: Recorder) -> None:
     present = _present_views(unit)
     if present != unit.views:
         with outside_modes():
-            if unit.job is not None:
+            if unit.update is not None:
                 with recorder.wait("update", "update"):
-                    unit.job.done.wait()  # a write under way also refers to the buffer
+                    unit.update.done.wait()  # a write under way also refers to the buffer
             _adopt_all(unit, present)
 
 

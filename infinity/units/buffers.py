@@ -178,7 +178,7 @@ class UnitBuffers:
 
 def _is_busy(unit: Unit) -> bool:
     """Return whether evicting the unit would have to wait for a transfer or an update."""
-    if unit.job is not None and not unit.job.done.done():
+    if unit.update is not None and not unit.update.done.done():
         return True
     return unit.transfer is not None and not unit.transfer.done()
 

@@ -36,7 +36,7 @@ from infinity.units.prefetch import Ahead
 from infinity.units.scope import Scope
 from infinity.units.states import UnitStates
 from infinity.units.unit import Residency, Unit
-from infinity.update.job import UpdateJob
+from infinity.update.job import PlacedUpdate, UpdateJob, UpdateProgress
 from infinity.update.pipeline import UpdatePipeline
 
 _EDIT_LATER = (
@@ -143,14 +143,14 @@ class UnitStore:
             return self.tracer.passed(unit.index)
         if not self.tracer.finished_with(unit.index):
             return False
-        if unit.job is not None and not unit.job.done.done():
+        if unit.update is not None and not unit.update.done.done():
             with self._moving():
-                self._await_update(unit.job)  # its write refers to the buffer too, which would count as a view
+                self._await_update(unit.update)  # its write refers to the buffer too, which would count as a view
         return not unit.is_viewed()
 
-    def _await_update(self, job: UpdateJob) -> None:
+    def _await_update(self, update: UpdateProgress) -> None:
         with self.recorder.wait("update", "update"):
-            job.done.wait()
+            update.done.wait()
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
@@ -209,11 +209,11 @@ class UnitStore:
         if unit.residency is Residency.RESIDENT:
             return
         assert unit.transfer is not None
-        if unit.job is not None and (unit.layout.dtype != torch.float32 or unit.index in self._held_back):
+        if unit.update is not None and (unit.layout.dtype != torch.float32 or unit.index in self._held_back):
             # Edited elements of 16-bit parameters are found by comparison with the tier, and edits of others may have
             # to stay out of it, so the write of the update must end before the user can edit the buffer.
-            self._await_update(unit.job)
-        lane = "gather" if unit.job is None or unit.job.done.done() else "update"
+            self._await_update(unit.update)
+        lane = "gather" if unit.update is None or unit.update.done.done() else "update"
         unit.fetched, unit.transfer = unit.transfer, None
         try:
             with self.recorder.wait(lane, "parameters" if lane == "gather" else "update"):
@@ -251,8 +251,8 @@ class UnitStore:
         if unit.residency is Residency.RESIDENT:
             return
         unit.move(Residency.FETCHING)
-        if unit.job is not None:
-            self._await_update(unit.job)  # an update in the tier alone
+        if unit.update is not None:
+            self._await_update(unit.update)  # an update in the tier alone
         read: Transfer = DONE
         if not holds:
             read = self._states.fetch(unit.layout, unit.shard_bytes(self._ranks.shard_rank))
@@ -260,9 +260,9 @@ class UnitStore:
 
     def _follow_update(self, unit: Unit) -> None:
         """UPDATING → FETCHING: gather the other ranks' shards once the update has computed this rank's."""
-        assert unit.job is not None
+        assert unit.update is not None
         unit.move(Residency.FETCHING)
-        unit.transfer = self._ranks.all_gather(unit.flat(), unit.job.computed, unit.index)
+        unit.transfer = self._ranks.all_gather(unit.flat(), unit.update.computed, unit.index)
 
     def _is_complete(self) -> bool:
         """Return whether every unit has a buffer, so that nothing can be prefetched.
@@ -286,7 +286,7 @@ class UnitStore:
 
     def _start_ahead(self, unit: Unit) -> bool:
         """Start to fetch a released unit. Returns False if that would wait, or take the buffer of one needed sooner."""
-        if unit.job is not None and not unit.job.done.done() and self._ranks.is_single:
+        if unit.update is not None and not unit.update.done.done() and self._ranks.is_single:
             return False  # its update is under way in the tier alone
         lease = self.buffers.lease_ahead(unit)
         if lease is not None:
@@ -305,15 +305,17 @@ class UnitStore:
         reached = self._device.compute_reached()
         arrives: Transfer | None = None
         early, viewed, leaves = job.gradient is not None, False, False
+        prepare: Callable[[], None] | None = None
+        checked: Transfer = DONE
         if unit.residency is Residency.RESIDENT:
             arrives = reached
-            if early and unit.job is not None and unit.is_viewed():
+            if early and unit.update is not None and unit.is_viewed():
                 with self._moving():
-                    self._await_update(unit.job)  # its write refers to the buffer too
+                    self._await_update(unit.update)  # its write refers to the buffer too
             viewed = unit.is_viewed()
             if viewed:
                 self.kept.note_overwritten(unit)
-            self._take_edit(unit, job, later=not viewed)
+            prepare, checked = self._take_edit(unit, later=not viewed)
             self._leave(unit)
             leaves = early and self._is_rewritten_in_tier_only(unit)
             if early and viewed and not leaves:
@@ -331,14 +333,24 @@ class UnitStore:
         unit.due_update = None
         unit.updated_early = early
         _overwritten(unit)
-        job.after = job.gate
-        if unit.job is not None:
+        after: Transfer = job.gate
+        if unit.update is not None:
             # A gate that is done may have failed, and its error has to be raised.
-            job.after = unit.job.done if job.gate is DONE else Together(job.gate, unit.job.done)
-        unit.job = job
-        job.attach(None if leaves else unit.shard_bytes(self._ranks.shard_rank), arrives, reached, unit.fetched)
-        unit.fetched = DONE
-        self._pipeline.submit(job)
+            after = unit.update.done if job.gate is DONE else Together(job.gate, unit.update.done)
+        fetched, unit.fetched, unit.update = unit.fetched, DONE, job.progress
+        # No variable refers to the buffer, whose lease may end as soon as the job is done.
+        self._pipeline.submit(
+            PlacedUpdate(
+                job,
+                None if leaves else unit.shard_bytes(self._ranks.shard_rank),
+                arrives,
+                reached,
+                fetched,
+                after,
+                prepare,
+                checked,
+            )
+        )
         if leaves:
             self._drop(unit, valid=False)
         elif early and viewed:
@@ -380,15 +392,16 @@ class UnitStore:
         if unit.due_update is not None or unit.residency is Residency.UPDATING:
             with self._moving():
                 self._arrive(unit)
-        elif unit.residency is Residency.FETCHING and unit.job is not None:  # prefetched, after the update
+        elif unit.residency is Residency.FETCHING and unit.update is not None:  # prefetched, after the update
             with self._moving():
-                self._await_update(unit.job)
+                self._await_update(unit.update)
 
-    def _take_edit(self, unit: Unit, job: UpdateJob, *, later: bool) -> None:
-        """Bring an edit of the buffer to the states that `job` starts from.
+    def _take_edit(self, unit: Unit, *, later: bool) -> tuple[Callable[[], None] | None, Transfer]:
+        """Bring an edit of the buffer to the states that the next update starts from.
 
-        later: nothing else uses the buffer before. An update that works in it then waits for the device in its own
-        thread, in place of the model's [Note: who waits for a fingerprint].
+        later: nothing else uses the buffer before. For an update that works in it, returns the function that does so in
+        its own thread, in place of the model's, and a transfer after which that does not wait for the device
+        [Note: who waits for a fingerprint].
         """
         assert self._pipeline is not None
         binding.adopt_assigned(unit, self.recorder)
@@ -396,7 +409,7 @@ class UnitStore:
             self._was_edited(unit)
         in_tier = self._pipeline.in_tier(unit.index)
         if unit.layout.dtype == torch.float32 and not in_tier:
-            return  # the update starts from the buffer, and there is no other copy of the values
+            return None, DONE  # the update starts from the buffer, and there is no other copy of the values
         layout, shard = unit.layout, unit.shard_bytes(self._ranks.shard_rank)
         edited = self._edits.start(unit)
         later = later and not in_tier and not self._device.host_addressable
@@ -410,9 +423,9 @@ class UnitStore:
                     self._states.write_back(layout, shard).wait()
 
         if later:
-            job.prepare, job.checked = take, edited.copied
-        else:
-            take()
+            return take, edited.copied
+        take()
+        return None, DONE
 
     def _is_rewritten_in_tier_only(self, unit: Unit) -> bool:
         """Return whether the unit's buffer is released as its update starts, so that nothing is copied into it.
@@ -464,17 +477,17 @@ class UnitStore:
         """Wait until the update of a held unit is written, if a commit includes it: its write reads the buffer, which
         code outside of a forward is about to use and may edit.
         """
-        if self._commits_steps and unit.job is not None:
+        if self._commits_steps and unit.update is not None:
             with self._moving():
-                self._await_update(unit.job)
+                self._await_update(unit.update)
 
     def hold_back_edits(self, units: Sequence[Unit]) -> None:
         """Keep edits of held units out of their tiers from now on, for `discard_edits`. Those of before are written."""
         self.write_edits(units)
         for unit in units:
-            if unit.job is not None:
+            if unit.update is not None:
                 with self._moving():
-                    self._await_update(unit.job)  # its write reads the buffer
+                    self._await_update(unit.update)  # its write reads the buffer
         self._held_back.update(unit.index for unit in units)
 
     def release_edits(self, units: Iterable[Unit]) -> None:
@@ -505,8 +518,8 @@ class UnitStore:
         discarded = [unit for unit in units if unit.index in edited]
         with self._moving():
             for unit in discarded:
-                if unit.job is not None:
-                    self._await_update(unit.job)
+                if unit.update is not None:
+                    self._await_update(unit.update)
                 self._leave(unit)
                 self._detach(unit)
                 self._drop(unit, valid=False)
@@ -526,8 +539,8 @@ class UnitStore:
                 if unit.due_update is not None or unit.residency is Residency.UPDATING:
                     continue
                 if unit.residency is Residency.RESIDENT and self._was_edited(unit):
-                    if unit.job is not None:
-                        self._await_update(unit.job)
+                    if unit.update is not None:
+                        self._await_update(unit.update)
                     self._write_back(unit)
                     unit.fingerprint = self._fingerprint(unit)
                 elif unit.residency is Residency.RELEASED and self.kept.is_edited(unit):
@@ -538,8 +551,8 @@ class UnitStore:
         self.start_due_updates()
         with self._moving():
             for unit in self.units:
-                if unit.job is not None:
-                    self._await_update(unit.job)
+                if unit.update is not None:
+                    self._await_update(unit.update)
             if self._pipeline is not None:
                 self._pipeline.drop_ahead()
 
@@ -575,9 +588,9 @@ class UnitStore:
                 edited = self.kept.is_edited(unit)
                 if unit.lease is not None:
                     self._evict(unit)
-                elif unit.job is not None:
-                    job, unit.job = unit.job, None
-                    self._await_update(job)
+                elif unit.update is not None:
+                    update, unit.update = unit.update, None
+                    self._await_update(update)
                 if edited:
                     self._write_kept(unit)
 
@@ -592,9 +605,9 @@ class UnitStore:
         self.kept.clear()
 
     def _evict(self, unit: Unit) -> None:
-        if unit.job is not None:
-            job, unit.job = unit.job, None
-            self._await_update(job)
+        if unit.update is not None:
+            update, unit.update = unit.update, None
+            self._await_update(update)
         if unit.transfer is not None:
             transfer, unit.transfer = unit.transfer, None
             with self.recorder.wait("gather", "parameters"):

@@ -18,7 +18,7 @@ from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Transfer, also
 
 if TYPE_CHECKING:
-    from infinity.update.job import UpdateJob
+    from infinity.update.job import UpdateJob, UpdateProgress
 
 
 class Residency(Enum):
@@ -87,7 +87,8 @@ class Unit:
         """Count of overwrites of the parameters, such as updates. Earlier references are invalid."""
         self.steps = [0] * len(parameters)
         """Number of updates of each parameter, by slot. Bias correction uses it, not the model's step count."""
-        self.job: UpdateJob | None = None
+        self.update: UpdateProgress | None = None
+        """The last update that was started, if a wait for it may be due."""
         self.due_update: UpdateJob | None = None
         """Update that is due before the next use and has not started."""
         self.updated_early = False
@@ -116,6 +117,10 @@ class Unit:
         for slot in slots:
             self.steps[slot] += 1
         return {slot: self.steps[slot] for slot in slots}
+
+    def present_update(self) -> UpdateProgress | None:
+        """Return the update that is due, else the last one that was started."""
+        return self.update if self.due_update is None else self.due_update.progress
 
     def trained(self) -> list[bool]:
         """Return the current requires_grad of each parameter, by slot."""

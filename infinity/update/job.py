@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -47,12 +47,26 @@ class Gradient:
         self._released.wait()
 
 
-@dataclass
-class UpdateJob:
-    """One unit's update in one step.
+@dataclass(frozen=True)
+class UpdateProgress:
+    """How far a unit's update has come. Kept by the unit and by commits; it refers to no memory of the unit."""
 
-    `computed`: transfer, done when the parameters are updated. `done`: when all states are back in their tiers.
-    """
+    began: Promise = field(default_factory=Promise)
+    """Done when the update was passed to the pipeline."""
+    computed: Promise = field(default_factory=Promise)
+    """Done when the parameters are updated."""
+    done: Promise = field(default_factory=Promise)
+    """Done when all states are back in their tiers."""
+
+    def fail(self, error: BaseException) -> None:
+        for promise in (self.computed, self.done):
+            if not promise.done():
+                promise.fail(error)
+
+
+@dataclass(frozen=True)
+class UpdateJob:
+    """One unit's update in one step, before it is known where the parameters are."""
 
     layout: UnitLayout
     runs: Callable[[], Sequence[Run]]
@@ -68,59 +82,37 @@ class UpdateJob:
     """Returns whether the update may happen, and waits until that is known; None: it may."""
     gate: Transfer = DONE
     """Done when the unit's states may be written: when the snapshots that were due at the job's creation are read."""
-
-    def __post_init__(self) -> None:
-        self.computed = Promise()
-        self.done = Promise()
-        self.target: torch.Tensor | None = None
-        self.arrives: Transfer | None = None
-        self.reached: Transfer = DONE
-        self.fetched: Transfer = DONE
-        self.prepare: Callable[[], None] | None = None
-        """Called once, before the update reads any state and after `after`."""
-        self.checked: Transfer = DONE
-        """Done when `prepare` does not wait for the device."""
-        self.has_begun = False
-        """True once `attach` was called."""
-        self.after: Transfer = DONE
-        """Done when this update may start: after the unit's previous update, whose writes it reads, and after a save
-        that still reads the states.
-        """
-
-    def attach(
-        self, target: torch.Tensor | None, arrives: Transfer | None, reached: Transfer, fetched: Transfer = DONE
-    ) -> None:
-        """Set the parameters to update.
-
-        target: this rank's shard of the unit's device buffer, uint8; None: the update changes the tier alone.
-        arrives: done when the target holds the parameters; None: the update reads them from their tier. reached: done
-        when compute no longer uses the buffer, so that it may be written. fetched: done when the last fetch no longer
-        reads their tier, so that it may be written.
-        """
-        self.has_begun = True
-        self.target = target
-        self.arrives = arrives
-        self.reached = reached
-        self.fetched = fetched
+    progress: UpdateProgress = field(default_factory=UpdateProgress)
 
     def arrived(self) -> Gradient:
         assert self.gradient is not None
         return self.gradient.result()
 
     def release_gradient(self) -> None:
-        if self.gradient is not None:
-            arriving, self.gradient = self.gradient, None
-            if arriving.exception() is None:
-                arriving.result().release()
+        if self.gradient is not None and self.gradient.exception() is None:
+            self.gradient.result().release()
 
-    def mark_computed(self, landed: Transfer) -> None:
-        """Complete `computed`. landed: done when the parameters are in `target`."""
-        self.computed.keep(landed)
 
-    def mark_done(self) -> None:
-        self.done.keep()
+@dataclass(frozen=True)
+class PlacedUpdate:
+    """An update and the parameters that it changes. It refers to the unit's buffer: no one keeps it but the pipeline.
 
-    def fail(self, error: BaseException) -> None:
-        for promise in (self.computed, self.done):
-            if not promise.done():
-                promise.fail(error)
+    The update starts once all of `after`, `checked` and `arrives` are done.
+    """
+
+    job: UpdateJob
+    target: torch.Tensor | None
+    """This rank's shard of the unit's device buffer, uint8; None: the update changes the tier alone."""
+    arrives: Transfer | None
+    """Done when the target holds the parameters; None: the update reads them from their tier."""
+    reached: Transfer
+    """Done when compute no longer uses the buffer, so that it may be written."""
+    fetched: Transfer = DONE
+    """Done when the last fetch no longer reads the parameters' tier, so that it may be written."""
+    after: Transfer = DONE
+    """Done after the unit's previous update, whose writes this one reads, and after a save that still reads the states.
+    """
+    prepare: Callable[[], None] | None = None
+    """Called once, before the update reads any state and after `after`."""
+    checked: Transfer = DONE
+    """Done when `prepare` does not wait for the device."""

@@ -14,7 +14,7 @@ from infinity import concurrency
 from infinity.plan.layout import UnitLayout
 from infinity.tiers.transfer import DONE
 from infinity.update.buffers import UpdateBuffers
-from infinity.update.job import INLINE, UpdateJob
+from infinity.update.job import INLINE, PlacedUpdate
 from infinity.update.stages import Kernel, UpdateStages
 from infinity.update.tiles import RunningJob, TileInFlight, TileWrite
 
@@ -29,38 +29,40 @@ class UpdatePipeline:
         """Numbers of jobs queued and of jobs finished by the thread. Each counter is written by one thread only."""
         self._jobs: concurrency.Queue = concurrency.fifo()
         self._closing = False
-        self._waiting: UpdateJob | None = None
+        self._waiting: PlacedUpdate | None = None
         self._running: RunningJob | None = None
         self._reading: deque[TileInFlight] = deque()
         self._writing: deque[TileWrite] = deque()
         self._thread = concurrency.thread(self._run, "infinity-update")
         self._thread.start()
 
-    def submit(self, job: UpdateJob) -> None:
-        """Queue a job whose target is attached, or execute it at once if it is small.
+    def submit(self, placed: PlacedUpdate) -> None:
+        """Queue an update, or execute it at once if it is small.
 
-        Errors are raised by waits for the job's `computed` or `done`.
+        Errors are raised by waits for the job's progress.
         """
-        if self._is_immediate(job):
-            self._update_now(job)
+        placed.job.progress.began.keep()
+        if self._is_immediate(placed):
+            self._update_now(placed)
             return
         self._submitted += 1
-        self._jobs.put(job)
+        self._jobs.put(placed)
 
-    def _is_immediate(self, job: UpdateJob) -> bool:
+    def _is_immediate(self, placed: PlacedUpdate) -> bool:
         """True if the job is small and needs no wait, and the thread is idle."""
+        job = placed.job
         return (
             job.layout.shard_numel <= INLINE
             and self._buffers.device.host_addressable
             and self._stages.unit(job.layout).is_immediate
             and self._submitted == self._ended
-            and job.after.done()
-            and (job.arrives is None or job.arrives.done())
+            and placed.after.done()
+            and (placed.arrives is None or placed.arrives.done())
             and (job.gradient is None or job.gradient.done())
         )
 
-    def _update_now(self, job: UpdateJob) -> None:
-        running = self._stages.open(job)
+    def _update_now(self, placed: PlacedUpdate) -> None:
+        running = self._stages.open(placed)
         assert running is not None
         while running.tiles:
             item = self._stages.read(running)
@@ -166,11 +168,11 @@ class UpdatePipeline:
             if self._waiting is None:
                 self._closing = True
                 return False
-        job = self._waiting
-        ready = all(transfer.done() for transfer in (job.after, job.arrives or DONE, job.checked))
+        placed = self._waiting
+        ready = all(transfer.done() for transfer in (placed.after, placed.arrives or DONE, placed.checked))
         if (self._reading or self._writing) and not ready:
             return False  # its dependencies may wait for tiles in flight here
-        self._running = self._stages.open(self._waiting)
+        self._running = self._stages.open(placed)
         if self._running is None:
             return False
         self._waiting = None

@@ -17,7 +17,7 @@ from infinity.plan.layout import Run, UnitLayout
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Failed, Transfer
 from infinity.update.buffers import UpdateBuffers
-from infinity.update.job import UpdateJob
+from infinity.update.job import PlacedUpdate, UpdateJob
 from infinity.update.tiles import RunningJob, TileInFlight, TileWrite, UnitTiles
 
 Kernel = Callable[..., None]
@@ -49,11 +49,12 @@ class UpdateStages:
         self._views.clear()
         self._units.clear()
 
-    def open(self, job: UpdateJob) -> RunningJob | None:
+    def open(self, placed: PlacedUpdate) -> RunningJob | None:
         """Start the transfer of a job's parameters. Returns None if no buffer is free."""
-        unit = self.unit(job.layout)
+        layout = placed.job.layout
+        unit = self.unit(layout)
         staging: Lease | None = None
-        work = job.target
+        work = placed.target
         if unit.updated_in == "tier":
             work = unit.param_tier.memory(unit.param)
         elif unit.updated_in == "staging":
@@ -63,8 +64,8 @@ class UpdateStages:
                 return None
             work = staging.tensor
         assert work is not None
-        arrived = self._read_param(job, unit, work)
-        return RunningJob(job, unit, work, work.view(job.layout.dtype), arrived, staging, deque(unit.tiles))
+        arrived = self._read_param(placed, unit, work)
+        return RunningJob(placed, unit, work, work.view(layout.dtype), arrived, staging, deque(unit.tiles))
 
     def unit(self, layout: UnitLayout) -> UnitTiles:
         """Return the extents and tiles of a unit."""
@@ -73,24 +74,23 @@ class UpdateStages:
             unit = self._units[layout.index] = UnitTiles(layout, self._buffers)
         return unit
 
-    def _read_param(self, job: UpdateJob, unit: UnitTiles, work: torch.Tensor) -> Transfer:
+    def _read_param(self, placed: PlacedUpdate, unit: UnitTiles, work: torch.Tensor) -> Transfer:
         """Start the copy of the parameters to `work` from their tier or from the unit's buffer."""
         device = self._buffers.device
-        prepare, job.prepare = job.prepare, None
         try:
-            job.after.wait()
-            if prepare is not None:
-                prepare()
+            placed.after.wait()
+            if placed.prepare is not None:
+                placed.prepare()
             if unit.updated_in == "tier":
-                return job.fetched
-            assert job.target is not None
+                return placed.fetched
+            assert placed.target is not None
             if unit.updated_in == "buffer":
-                device.await_copy(job.reached)
-            if job.arrives is None:
+                device.await_copy(placed.reached)
+            if placed.arrives is None:
                 return unit.param_tier.read(unit.param, work)
             if unit.updated_in == "buffer":
-                return job.arrives
-            return device.copy(work, job.target, after=job.arrives)
+                return placed.arrives
+            return device.copy(work, placed.target, after=placed.arrives)
         except BaseException as error:  # noqa: BLE001 - raised again by the first tile, and carried by the job
             return Failed(error)
 
@@ -222,7 +222,8 @@ class UpdateStages:
 
     def _conclude(self, running: RunningJob) -> list[Transfer]:
         """Finish a job whose tiles are all computed: start the write-back of parameters and release the gradient."""
-        job, unit, device = running.job, running.unit, self._buffers.device
+        placed, unit, device = running.placed, running.unit, self._buffers.device
+        assert placed is not None
         landed: Transfer = DONE
         try:
             # Kernels on a device still read the gradient, whose buffer is released here.
@@ -230,19 +231,19 @@ class UpdateStages:
             landed.wait()
         except BaseException as error:  # noqa: BLE001 - carried by the job to its waiters
             running.failed = running.failed or error
-        job.release_gradient()
+        placed.job.release_gradient()
         if running.failed is not None:
             return []
         try:
             write: Transfer = DONE
             if unit.updated_in != "tier":
                 write = unit.param_tier.write(unit.param, running.memory)
-            if unit.updated_in != "buffer" and job.target is not None:
-                landed = device.copy(job.target, running.memory, after=job.reached)
+            if unit.updated_in != "buffer" and placed.target is not None:
+                landed = device.copy(placed.target, running.memory, after=placed.reached)
         except BaseException as error:  # noqa: BLE001 - carried by the job
             running.failed = error
             return []
-        job.mark_computed(landed)
+        placed.job.progress.computed.keep(landed)
         return [write, landed]
 
     def end(self, write: TileWrite) -> None:
@@ -260,13 +261,14 @@ class UpdateStages:
             return
         if write.item.grad is not None:
             running.unit.grad_tier.discard(running.unit.grad, write.item.grad.tensor)
+        progress = running.job.progress
         running.forget()
         if running.staging is not None:
             running.staging.release()
         if running.failed is not None:
-            running.job.fail(running.failed)
+            progress.fail(running.failed)
         else:
-            running.job.mark_done()
+            progress.done.keep()
 
 
 def _part(elements: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from infinity.tiers.base import Window
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.update.buffers import UpdateBuffers
-from infinity.update.job import UpdateJob
+from infinity.update.job import PlacedUpdate, UpdateJob
 
 _NOTHING = torch.empty(0)
 
@@ -57,7 +57,8 @@ class UnitTiles:
 class RunningJob:
     """A running job: its parameter shard in memory that the update can work in, and the tiles not yet read."""
 
-    job: UpdateJob
+    placed: PlacedUpdate | None
+    """None once the job has ended."""
     unit: UnitTiles
     memory: torch.Tensor
     """The shard's bytes, uint8."""
@@ -73,13 +74,16 @@ class RunningJob:
     skipped: bool | None = None
     """True if the loss or the gradient is NaN or infinite, so that nothing is updated; None: not checked yet."""
 
+    @property
+    def job(self) -> UpdateJob:
+        assert self.placed is not None
+        return self.placed.job
+
     def forget(self) -> None:
         """Drop every view of the unit's buffer, whose lease may end as soon as the job is done."""
         self.memory = self.param = _NOTHING
         self.arrived = DONE
-        self.job.target = None
-        self.job.arrives = None
-        self.job.reached = self.job.fetched = DONE
+        self.placed = None
 
 
 @dataclass(slots=True)

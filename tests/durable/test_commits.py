@@ -44,7 +44,7 @@ def step_of(*jobs: Any, written: Any = None) -> Step:
 
 
 def job(done: Any = None, *, has_begun: bool = True) -> Any:
-    return SimpleNamespace(done=done or Pending(), has_begun=has_begun)
+    return SimpleNamespace(done=done or Pending(), began=SimpleNamespace(done=lambda: has_begun))
 
 
 class Parts:

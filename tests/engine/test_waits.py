@@ -130,7 +130,7 @@ class Pending:
 def replace_update(engine: TrainingEngine, done: Any) -> Unit:
     """Replace the last update of a unit without a buffer. Returns the unit."""
     unit = next(unit for unit in engine.units if unit.residency is Residency.RELEASED)
-    unit.job = SimpleNamespace(done=done)  # type: ignore[assignment]
+    unit.update = SimpleNamespace(done=done)  # type: ignore[assignment]
     return unit
 
 
@@ -151,14 +151,14 @@ def test_a_step_does_not_wait_for_the_update_before() -> None:
         unit = replace_update(engine, update)
         engine.step()
         assert not update.waited
-        unit.job = None
+        unit.update = None
 
 
 def test_updates_after_backward_end_with_the_step() -> None:
     with opened(**DUE | {"update": "after_backward"}) as engine:
         train(engine, BATCHES[:1])
         assert all(unit.due_update is None for unit in engine.units)
-        assert all(unit.job is None or unit.job.done.done() for unit in engine.units)
+        assert all(unit.update is None or unit.update.done.done() for unit in engine.units)
 
 
 def whole_state(engine: TrainingEngine) -> dict[str, Any]:

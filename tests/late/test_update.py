@@ -20,7 +20,7 @@ from infinity.tiers.pool import Pool
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import Promise, Transfer, issued
 from infinity.update.buffers import UpdateBuffers
-from infinity.update.job import Gradient, UpdateJob
+from infinity.update.job import Gradient, PlacedUpdate, UpdateJob
 from infinity.update.kernels import update_run
 from infinity.update.pipeline import UpdatePipeline
 from late.device import LateAccelerator
@@ -101,9 +101,8 @@ class Bench:
 def test_an_update_is_ordered_on_the_device_alone(lazy: None) -> None:
     bench = Bench()
     job, reached = bench.job(), bench.device.compute_reached()
-    job.attach(bench.buffer.view(torch.uint8), reached, reached)
-    bench.pipeline.submit(job)
-    computed = issued(job.computed)
+    bench.pipeline.submit(PlacedUpdate(job, bench.buffer.view(torch.uint8), reached, reached))
+    computed = issued(job.progress.computed)
     with bench.gradients.lease(bench.layout.nbytes) as again:  # the next gradient
         values = again.flat(torch.float32).fill_(7)
         assert (values.cpu() == 7).all()
@@ -119,9 +118,8 @@ def test_an_update_overwrites_a_buffer_after_the_compute_that_reads_it(lazy: Non
     bench = Bench()
     read = bench.buffer + 1
     job = bench.job()
-    job.attach(bench.buffer.view(torch.uint8), None, bench.device.compute_reached())
-    bench.pipeline.submit(job)
-    issued(job.computed).wait()
+    bench.pipeline.submit(PlacedUpdate(job, bench.buffer.view(torch.uint8), None, bench.device.compute_reached()))
+    issued(job.progress.computed).wait()
     assert (read.cpu() == 1).all()
     torch.testing.assert_close(bench.buffer.cpu(), bench.updated.detach())
     bench.close()

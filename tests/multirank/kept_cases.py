@@ -235,8 +235,8 @@ def reported(
 
     def let_moves_end() -> None:
         for unit in engine.units:
-            if unit.job is not None:
-                unit.job.done.wait()
+            if unit.update is not None:
+                unit.update.done.wait()
             if unit.transfer is not None:
                 unit.transfer.wait()
 

@@ -80,8 +80,8 @@ def training(
             losses.append(loss.item())
             del loss
             for unit in engine.units:
-                if unit.job is not None:
-                    unit.job.done.wait()
+                if unit.update is not None:
+                    unit.update.done.wait()
             seen.append(_seen(engine, device))
         ups, gathers = ([now[n] - before[n] for before, now in pairwise(seen)] for n in range(2))
         buffers = engine.parts.plan.buffers(UNITS)

@@ -31,7 +31,7 @@ from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.durable import DurableFiles
 from infinity.tiers.io import engine_of
 from infinity.tiers.transfer import Transfer
-from infinity.update.job import Gradient, UpdateJob
+from infinity.update.job import Gradient, PlacedUpdate
 
 Order: TypeAlias = dict[tuple[str, str], list[tuple[str, int]]]
 """(thread, lane) → (extent, bytes) of its transfers, in order."""
@@ -182,9 +182,9 @@ def _finish_at_once(engine: TrainingEngine) -> None:
     pipeline, gradients = engine.updates.pipeline, engine.updates.gradients
     submit, keep, land = pipeline.submit, gradients.keep, gradients.land
 
-    def submit_and_wait(job: UpdateJob) -> None:
-        submit(job)
-        job.done.wait()
+    def submit_and_wait(placed: PlacedUpdate) -> None:
+        submit(placed)
+        placed.job.progress.done.wait()
         while pipeline._ended < pipeline._submitted:
             time.sleep(1e-4)
 

@@ -2,7 +2,7 @@
 
 Mutations that these tests caught (`make mutants` removes all waits):
 
-- `UnitStore.start_update` without `UpdateJob.after`: an update reads states that the one before has yet to write.
+- `UnitStore.start_update` without `PlacedUpdate.after`: an update reads states that the one before has yet to write.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from infinity.engine.training import TrainingEngine
-from infinity.update.job import UpdateJob
+from infinity.update.job import PlacedUpdate, UpdateProgress
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.loops import Result, assert_same, open_engine, parameters_of, train, trained
@@ -59,18 +59,18 @@ class Pressing:
     def __init__(self) -> None:
         self.pressed = 0
         """Number of updates submitted before the former one was written."""
-        self._jobs: list[UpdateJob] = []
+        self._updates: list[UpdateProgress] = []
         self._ended = False
         self._submitted = threading.Condition()
 
     def watch(self, engine: TrainingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         submit = engine.updates.pipeline.submit
 
-        def watched(job: UpdateJob) -> None:
+        def watched(placed: PlacedUpdate) -> None:
             with self._submitted:
-                submit(job)
-                self.pressed += bool(self._jobs) and not self._jobs[-1].done.done()
-                self._jobs.append(job)
+                submit(placed)
+                self.pressed += bool(self._updates) and not self._updates[-1].done.done()
+                self._updates.append(placed.job.progress)
                 self._submitted.notify_all()
 
         monkeypatch.setattr(engine.updates.pipeline, "submit", watched)
@@ -80,10 +80,10 @@ class Pressing:
         if threading.current_thread().name != "infinity-update":
             return
         with self._submitted:
-            number = len(self._jobs)
-            if self._ended or (number > 1 and not self._jobs[-2].done.done()):
+            number = len(self._updates)
+            if self._ended or (number > 1 and not self._updates[-2].done.done()):
                 return
-            assert self._submitted.wait_for(lambda: self._ended or len(self._jobs) > number, timeout=60)
+            assert self._submitted.wait_for(lambda: self._ended or len(self._updates) > number, timeout=60)
 
     def end(self) -> None:
         with self._submitted:

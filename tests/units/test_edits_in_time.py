@@ -95,7 +95,7 @@ def set_when_awaited(waited_for: threading.Event, unit: Unit, monkeypatch: pytes
     wait = Promise.wait
 
     def watched(promise: Promise) -> None:
-        if unit.job is not None and promise is unit.job.done:
+        if unit.update is not None and promise is unit.update.done:
             waited_for.set()
         wait(promise)
 
@@ -110,7 +110,7 @@ def test_data_is_assigned_while_the_update_is_written(make_engine: OpenEngine, m
     train(engine, [batch])
     weight, (unit,) = engine.module.layers[0].weight, engine.units
     weight.data = torch.zeros(96, 96)
-    assert unit.job is not None and not unit.job.done.done()
+    assert unit.update is not None and not unit.update.done.done()
     set_when_awaited(waited_for, unit, monkeypatch)
     try:
         assert engine.module(batch[0], torch.zeros(4, 96)).item() == 0.0
@@ -129,6 +129,6 @@ def test_a_step_after_backward_ends_once_the_update_is_written(
     set_when_awaited(waited_for, unit, monkeypatch)
     try:
         train(engine, [batch])
-        assert unit.job is not None and unit.job.done.done()
+        assert unit.update is not None and unit.update.done.done()
     finally:
         waited_for.set()

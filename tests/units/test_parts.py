@@ -56,8 +56,8 @@ class Decisions:
             if unit.residency is Residency.RELEASED:
                 self.on_demand.append(unit.index)
             for other in store.units:
-                if other.job is not None:
-                    other.job.done.wait()
+                if other.update is not None:
+                    other.update.done.wait()
                 if other.transfer is not None:
                     other.transfer.wait()
             use(unit)

@@ -17,7 +17,7 @@ from infinity.rules import Hyper
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.states import UnitStates
 from infinity.units.unit import Residency, Unit
-from infinity.update.job import Gradient, UpdateJob
+from infinity.update.job import Gradient, PlacedUpdate, UpdateJob
 from infinity.update.pipeline import UpdatePipeline
 from support.configs import engine_config
 from support.late_device import LateDevice
@@ -42,14 +42,20 @@ class Pending:
         return self.waited
 
 
+@pytest.fixture
+def afters() -> list[Transfer]:
+    """The transfer `after` of each update that was submitted."""
+    return []
+
+
 @pytest.fixture(params=[False], ids=["fp32"])
-def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, afters: list[Transfer]) -> Any:
     """An engine whose updates end at once and change nothing."""
 
-    def end(pipeline: UpdatePipeline, job: UpdateJob) -> None:
-        job.target = None
-        job.mark_computed(DONE)
-        job.mark_done()
+    def end(pipeline: UpdatePipeline, placed: PlacedUpdate) -> None:
+        afters.append(placed.after)
+        placed.job.progress.computed.keep(DONE)
+        placed.job.progress.done.keep()
 
     config = engine_config("cpu", "cpu", bf16=request.param, prefetch_bytes=20_000)
     with open_engine(seeded(Stack), config, LateDevice()) as opened:
@@ -72,7 +78,7 @@ def released(engine: TrainingEngine) -> Unit:
 def pending_update(unit: Unit, *, refers: bool = False) -> Pending:
     """Let an update of the unit be under way. refers: to its buffer."""
     update = Pending(unit if refers else None)
-    unit.job = SimpleNamespace(done=update)  # type: ignore[assignment]
+    unit.update = SimpleNamespace(done=update)  # type: ignore[assignment]
     return update
 
 
@@ -132,27 +138,27 @@ def test_a_unit_leaves_its_buffer_once_its_update_has_ended(engine: TrainingEngi
     assert before.waited and unit.residency is Residency.RELEASED
 
 
-def test_an_update_follows_a_save_or_the_update_before(engine: TrainingEngine) -> None:
+def test_an_update_follows_a_save_or_the_update_before(engine: TrainingEngine, afters: list[Transfer]) -> None:
     unit, save = resident(engine), Pending()
-    unit.job, unit.snapshot_read = None, save
+    unit.update, unit.snapshot_read = None, save
     first = update(unit, early=False)
     unit.snapshot_read = DONE
     second = update(unit, early=False)
     engine.parts.store.start_update(unit, first)
-    assert first.after is save
+    assert afters == [save]
     engine.parts.store.use(unit)
     engine.parts.store.start_update(unit, second)
-    assert second.after is first.done
+    assert afters[1] is first.progress.done
 
 
-def test_an_update_follows_both_a_commit_and_the_update_before(engine: TrainingEngine) -> None:
+def test_an_update_follows_both_a_commit_and_the_update_before(engine: TrainingEngine, afters: list[Transfer]) -> None:
     """The commit may need other units' updates of that step, so it can end before this unit's or after it."""
     unit, commit = resident(engine), Pending()
     unit.snapshot_read = commit
     before = pending_update(unit)
     second = update(unit, early=False)
     engine.parts.store.start_update(unit, second)
-    second.after.wait()
+    afters[0].wait()
     assert before.waited and commit.waited
 
 

@@ -46,7 +46,7 @@ def under_update(engine: TrainingEngine, unit: Unit) -> Update:
     """Let an update of a released unit be under way."""
     assert unit.residency is Residency.RELEASED
     update = Update()
-    unit.job = SimpleNamespace(done=update, computed=update)  # type: ignore[assignment]
+    unit.update = SimpleNamespace(done=update, computed=update)  # type: ignore[assignment]
     return update
 
 
@@ -86,6 +86,6 @@ def test_a_gradient_follows_the_update_of_a_prefetched_unit(engine: TrainingEngi
     store.prefetch()
     unit = next(unit for unit in engine.parts.units if unit.residency is Residency.FETCHING)
     update = Update()
-    unit.job = SimpleNamespace(done=update, computed=update)  # type: ignore[assignment]
+    unit.update = SimpleNamespace(done=update, computed=update)  # type: ignore[assignment]
     store.finish_update(unit)
     assert update.waited

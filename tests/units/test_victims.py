@@ -79,14 +79,14 @@ def evaluated(
 
 def keep_busy(unit: Unit, how: str, transfer: Any) -> None:
     if how == "update":
-        unit.job = SimpleNamespace(done=transfer)  # type: ignore[assignment]
+        unit.update = SimpleNamespace(done=transfer)  # type: ignore[assignment]
     else:
         unit.transfer = transfer
 
 
 def settle(units: list[Unit]) -> None:
     for unit in units:
-        unit.job = unit.transfer = None
+        unit.update = unit.transfer = None
 
 
 HOW = pytest.mark.parametrize("how", ["update", "fetch"])

@@ -111,8 +111,8 @@ def test_a_weight_that_backward_needs_after_its_gradient(run: Run, product: Prod
 
     def let_updates_end() -> None:
         for unit in engine.units:
-            if unit.job is not None:
-                unit.job.done.wait()
+            if unit.update is not None:
+                unit.update.done.wait()
 
     engine = make_engine(seeded(lambda: Straights(run, let_updates_end, product)), config)
     assert len(engine.units) == 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from infinity.tiers.pool import Pool
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import DONE, Promise, Promised, Transfer, issued
 from infinity.update.buffers import UpdateBuffers
-from infinity.update.job import Gradient, UpdateJob
+from infinity.update.job import Gradient, PlacedUpdate, UpdateJob
 from infinity.update.kernels import squared_norm, update_run
 from infinity.update.pipeline import UpdatePipeline
 from support.late_disk import LateSlab
@@ -82,7 +83,7 @@ class Bench:
         )
         self.pipeline = UpdatePipeline(places, update_run)
 
-    def job(self, step: int, gradient: torch.Tensor | None = None, *, require_finite: bool = False) -> UpdateJob:
+    def job(self, step: int, gradient: torch.Tensor | None = None, *, require_finite: bool = False) -> PlacedUpdate:
         """Return an update; without a gradient, it reads the one in the tier."""
         arriving: Future[Gradient] | None = None
         if gradient is not None:
@@ -94,8 +95,7 @@ class Bench:
             arriving.set_result(Gradient(shard, lease, lambda: squares, DONE))
         runs = self.layout.runs(0, {0: step})
         job = UpdateJob(self.layout, lambda: runs, [HYPER], 1.0, 0, arriving, require_finite=require_finite)
-        job.attach(self.buffer.view(torch.uint8), DONE, DONE)
-        return job
+        return PlacedUpdate(job, self.buffer.view(torch.uint8), DONE, DONE)
 
     def assert_all_given_back(self) -> None:
         for pool in (self.tiles, self.grad_tiles, self.grads):
@@ -130,13 +130,12 @@ def test_updates_of_one_unit_follow_each_other(bench: Bench, live: bool) -> None
     for step, gradient in enumerate(given, 1):
         if not live:
             bench.tier.write(bench.extents[State.GRAD], gradient.view(torch.uint8)).wait()
-        job = bench.job(step, gradient if live else None)
-        job.after = before
+        job = replace(bench.job(step, gradient if live else None), after=before)
         bench.pipeline.submit(job)
-        before = job.done
+        before = job.job.progress.done
         if not live:
-            job.done.wait()
-    job.done.wait()
+            job.job.progress.done.wait()
+    job.job.progress.done.wait()
     torch.testing.assert_close(bench.buffer, reference(given), rtol=1e-6, atol=1e-7)
     stored = bench.tier.slab[: bench.layout.nbytes].view(torch.float32)
     assert torch.equal(stored, bench.buffer)
@@ -157,10 +156,10 @@ def test_a_small_update_in_memory_is_done_when_it_is_submitted(in_memory: Bench,
     for step, gradient in enumerate(given, 1):
         job = in_memory.job(step, gradient)
         in_memory.pipeline.submit(job)
-        assert job.computed.done() and job.done.done()
+        assert job.job.progress.computed.done() and job.job.progress.done.done()
         late = bench.job(step, gradient)
         bench.pipeline.submit(late)
-        late.done.wait()
+        late.job.progress.done.wait()
     assert torch.equal(in_memory.buffer, bench.buffer)
     in_memory.assert_all_given_back()
 
@@ -170,13 +169,12 @@ def test_small_updates_wait_for_those_before_them(in_memory: Bench) -> None:
     given = gradients(2, in_memory.layout.numel)
     first, second = in_memory.job(1, given[0]), in_memory.job(2, given[1])
     save = Promise()
-    first.after = save
-    second.after = first.done
+    first, second = replace(first, after=save), replace(second, after=first.job.progress.done)
     in_memory.pipeline.submit(first)
     in_memory.pipeline.submit(second)
-    assert not first.done.done() and not second.done.done()
+    assert not first.job.progress.done.done() and not second.job.progress.done.done()
     save.keep()
-    second.done.wait()
+    second.job.progress.done.wait()
     torch.testing.assert_close(in_memory.buffer, reference(given), rtol=1e-6, atol=1e-7)
     in_memory.assert_all_given_back()
 
@@ -184,7 +182,7 @@ def test_small_updates_wait_for_those_before_them(in_memory: Bench) -> None:
 def test_a_failure_of_a_small_update_is_raised_by_who_waits(in_memory: Bench) -> None:
     job = in_memory.job(0, gradients(1, in_memory.layout.numel)[0])  # steps count from 1
     in_memory.pipeline.submit(job)
-    for promise in (job.computed, job.done):
+    for promise in (job.job.progress.computed, job.job.progress.done):
         with pytest.raises(ValueError, match="step is 0"):
             promise.wait()
     in_memory.assert_all_given_back()
@@ -200,9 +198,9 @@ def test_a_transfer_that_fails(bench: Bench, kind: str, tile: int) -> None:
     failing, sound = bench.job(1, gradient), bench.job(1, gradient)
     bench.pipeline.submit(failing)
     with pytest.raises(OSError, match=f"bytes at {where}"):
-        failing.done.wait()
+        failing.job.progress.done.wait()
     bench.pipeline.submit(sound)
-    sound.done.wait()
+    sound.job.progress.done.wait()
     bench.assert_all_given_back()
 
 
@@ -212,13 +210,13 @@ def test_an_update_after_one_whose_write_failed(bench: Bench) -> None:
     where = bench.extents[State.OPTIM].offset + TILE * 8
     bench.tier.failing.add(("write", where))
     failing, following = bench.job(1, first), bench.job(2, second)
-    following.after = failing.done
+    following = replace(following, after=failing.job.progress.done)
     bench.pipeline.submit(failing)
     bench.pipeline.submit(following)
-    failing.computed.wait()
+    failing.job.progress.computed.wait()
     for job in (failing, following):
         with pytest.raises(OSError, match=f"bytes at {where}"):
-            job.done.wait()
+            job.job.progress.done.wait()
     bench.assert_all_given_back()
 
 
@@ -226,12 +224,12 @@ def test_a_gradient_that_never_came(bench: Bench) -> None:
     arriving: Future[Gradient] = Future()
     arriving.set_exception(OSError(5, "Input/output error", "swap"))
     job = bench.job(1)
-    job.gradient = arriving
+    job = replace(job, job=replace(job.job, gradient=arriving))
     bench.pipeline.submit(job)
     with pytest.raises(OSError, match="Input/output error"):
-        job.computed.wait()
+        job.job.progress.computed.wait()
     with pytest.raises(OSError, match="Input/output error"):
-        job.done.wait()
+        job.job.progress.done.wait()
     bench.assert_all_given_back()
 
 
@@ -243,12 +241,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bench: Bench, bad: float,
     for step, gradient in ((1, first), (2, second)):
         job = bench.job(step, gradient)
         bench.pipeline.submit(job)
-        job.done.wait()
+        job.job.progress.done.wait()
     slab = bench.tier.slab.clone()
     third[where] = bad
     job = bench.job(3, third, require_finite=True)
     bench.pipeline.submit(job)
-    job.done.wait()
+    job.job.progress.done.wait()
     assert bench.pipeline.refused == ["unit"]
     assert torch.equal(bench.tier.slab, slab)
     assert torch.equal(bench.buffer, slab[: bench.layout.nbytes].view(torch.float32))
@@ -265,10 +263,9 @@ def test_an_update_begins_once_it_may(bench: Bench) -> None:
         released.set_result(None)
 
     threading.Timer(0.2, release).start()
-    job = bench.job(1, gradients(1, bench.layout.numel)[0])
-    job.after = Promised(released)
+    job = replace(bench.job(1, gradients(1, bench.layout.numel)[0]), after=Promised(released))
     bench.pipeline.submit(job)
-    job.done.wait()
+    job.job.progress.done.wait()
     assert not before[0].any() and bench.tier.slab.any()
     bench.assert_all_given_back()
 
@@ -280,12 +277,13 @@ def test_parameters_that_arrive_after_another_units_update(staged: bool) -> None
     """
     bench = Bench(staged=staged)
     first, second = (bench.job(1, gradient) for gradient in gradients(2, bench.layout.numel))
-    second.attach(bench.buffer.view(torch.uint8), first.computed, DONE)
-    first.after = both_are_queued = Promise()
+    second = replace(second, arrives=first.job.progress.computed)
+    both_are_queued = Promise()
+    first = replace(first, after=both_are_queued)
     bench.pipeline.submit(first)
     bench.pipeline.submit(second)
     both_are_queued.keep()
-    second.done.wait()
+    second.job.progress.done.wait()
     bench.pipeline.close()
     bench.assert_all_given_back()
 
@@ -294,11 +292,10 @@ def test_parameters_that_arrive_with_the_update_before(bench: Bench) -> None:
     """The second update of a unit that was fetched during its first waits for the transfers under way itself."""
     given = gradients(2, bench.layout.numel)
     first, second = (bench.job(step, gradient) for step, gradient in enumerate(given, 1))
-    second.attach(bench.buffer.view(torch.uint8), first.computed, DONE)
-    second.after = first.done
+    second = replace(second, arrives=first.job.progress.computed, after=first.job.progress.done)
     bench.pipeline.submit(first)
     bench.pipeline.submit(second)
-    second.done.wait()
+    second.job.progress.done.wait()
     torch.testing.assert_close(bench.buffer, reference(given), rtol=1e-6, atol=1e-7)
 
 
@@ -332,10 +329,9 @@ def test_closing_waits_for_the_updates_that_are_queued(bench: Bench) -> None:
     released: Future[None] = Future()
     threading.Timer(0.2, lambda: released.set_result(None)).start()
     gradient = gradients(1, bench.layout.numel)[0]
-    job = bench.job(1, gradient)
-    job.after = Promised(released)
+    job = replace(bench.job(1, gradient), after=Promised(released))
     bench.pipeline.submit(job)
     bench.pipeline.close()
-    assert job.done.done()
+    assert job.job.progress.done.done()
     assert torch.equal(bench.tier.slab[: bench.layout.nbytes].view(torch.float32), bench.buffer)
     bench.assert_all_given_back()
