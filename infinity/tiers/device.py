@@ -4,7 +4,7 @@
 (`infinity.tiers.accelerator`) copies on streams of its own. The tests add a device with separate memory whose copies
 complete late.
 
-Which copy and kernel waits for what: docs/design.md [Note: order on a device].
+Which copy and kernel waits for what: [Note: order on a device].
 """
 
 from __future__ import annotations

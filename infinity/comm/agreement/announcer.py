@@ -1,4 +1,4 @@
-"""Makes all ranks issue the same collectives in the same order. See docs/design.md [Note: agreement on collectives].
+"""Makes all ranks issue the same collectives in the same order. See [Note: agreement on collectives].
 
 Ranks predict their next collective from those that they agreed on. A rank that issues the predicted one sends no
 message: it follows. A rank that issues another one departs: it exchanges announcements with all ranks. Followers wait

@@ -1,4 +1,4 @@
-"""Finds ranks that ended or hang. See docs/design.md [Note: ranks that end or hang].
+"""Finds ranks that ended or hang. See [Note: ranks that end or hang].
 
 Every rank has one connection to the first rank of its group, and the first rank one to each other. A thread in native
 code sends a heartbeat over them every second, without the GIL. Another thread receives: it reports ranks that are

@@ -1,7 +1,6 @@
 """Ends the process if its main thread waits for a lost rank in a call that nothing else ends.
 
-The engine can end waits in its own groups, not in those of the script. See docs/design.md [Note: ranks that end or
-hang].
+The engine can end waits in its own groups, not in those of the script. See [Note: ranks that end or hang].
 """
 
 from __future__ import annotations
