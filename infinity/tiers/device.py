@@ -156,6 +156,7 @@ class CpuDevice(Device):
         return DONE
 
     def copy_parameters(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
+        # One pass for both, as a second one would read memory again [Note: edits without a version].
         with self.recorder.copy("", destination.nbytes):
             return Fingerprinted(_adam.copy(source.data_ptr(), destination.data_ptr(), destination.numel()))
 
