@@ -22,6 +22,7 @@ SHOWN = (
     "tests/hostile/*.py",
     "LICENSE",
     "docs/*.md",
+    "docs/notes/*.md",
     "docs/*.svg",
     "bench/results/*.md",
     "bench/results/*.png",

@@ -177,6 +177,7 @@ class Communicator:
         """
         if self.is_single:
             return
+        # From here on the other ranks may issue collectives, so that an error is announced as one of them.
         self._met = True
         self._compare(lines)
 
@@ -225,6 +226,7 @@ class Communicator:
             return
         self._announcer.failure = f"{type(error).__name__}: {error}"
         with suppress(RanksError):
+            # Ranks that are not there yet compare lines next: this rank takes part in that exchange with its error.
             if self._met:
                 self._together(Operation.GIVE_UP, 0, lambda: None)
             else:
@@ -236,6 +238,7 @@ class Communicator:
             return after
         self.traffic.all_gathers += 1
         self.traffic.all_gather_bytes += flat.numel() * flat.element_size()
+        # Recorded by the calling thread, since the thread of collectives has a stream of its own.
         reached = self._device.compute_reached()
         announced = Announcement(Operation.ALL_GATHER, unit)
         return run_on(self._thread, self._agreed, announced, set(), self._all_gather, flat, after, reached)
@@ -271,6 +274,7 @@ class Communicator:
         try:
             with self._device.recorder.naming("" if announced.unit is None else self._units[announced.unit].name):
                 return self._announcer.run(announced, present, self._flag_words, lambda: collective(*arguments))
+        # On this thread, which issues collectives: none can begin while the groups are destroyed.
         finally:
             if self.error:
                 self._leave()
@@ -280,10 +284,12 @@ class Communicator:
 
         A thread that was given up may call it beside `close`.
         """
+        # One atomic step, as two threads may come here at once.
         group = self.__dict__.pop("_group", None)
         if group is not None:
             if self.error:
                 self._announcer.abort()
+            # On gloo both are the same group.
             for each in dict.fromkeys((group, self._host)):
                 destroy_group(each)
             del self._host, self._pairs  # the last references, which keep connections open
@@ -371,6 +377,7 @@ class Communicator:
         """Broadcast `flat`, on host or device, from rank `source`. unit: the one whose values it holds, if any."""
         if not self.is_single:
             reached = self._device.compute_reached()
+            # A unit names its length already; ranks that broadcast it from different sources must be found, too.
             length = flat.numel() if unit is None else source
             self._together(Operation.BROADCAST, length, self._broadcast, flat, source, reached, unit=unit)
 
@@ -378,6 +385,7 @@ class Communicator:
         self._device.await_copy(reached)
         there = _apart(flat).to(self._device.torch_device)
         dist.broadcast(there, group_src=source, group=self._group)
+        # Addresses and not objects: `_apart` returns another tensor over the same memory.
         if there.data_ptr() != flat.data_ptr():
             flat.copy_(there)
         self._device.compute_reached().wait()
@@ -446,10 +454,12 @@ class Communicator:
     def close(self) -> None:
         """Leave the groups. Ranks that still wait for this one fail when their connections close."""
         if not self.is_single:
+            # The reason first: the connections that close next would otherwise be the loss of a rank.
             self._heartbeats.leave(sys.exc_info()[1])
             self._thread.shutdown()
             self._heartbeats.close()
             self._leave()
+            # Last, because other ranks may still exchange announcements with this one.
             self._announcer.close()
             destroy_group(self._words)
             del self._words

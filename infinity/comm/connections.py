@@ -29,6 +29,7 @@ class Opening:
 
     def belongs_to(self, group: dist.ProcessGroup) -> None:
         """Attribute those opened since then to `group`."""
+        # gloo connects while a group is constructed, so the difference has its sockets.
         _opened[group] = _open_sockets() - self._before
 
 
@@ -47,12 +48,14 @@ def disconnect(rank: int) -> None:
 
     Their collectives, which wait for that rank, fail, in progress or later. Callable from any thread.
     """
+    # A copy: other threads make and destroy groups.
     for group, sockets in list(_opened.items()):
         with suppress(RuntimeError, ValueError, KeyError):  # destroyed meanwhile
             if rank not in dist.get_process_group_ranks(group):
                 continue
             for each in _connected(sockets):
                 with suppress(OSError):
+                    # Not `close`: the descriptor is gloo's, and its number could be given to another file at once.
                     each.shutdown(socket.SHUT_RDWR)
 
 
@@ -60,8 +63,10 @@ def _connected(sockets: _Sockets) -> Iterator[socket.socket]:
     """Yield those that are still open and connected, as duplicates that are closed at the end of each turn."""
     for descriptor, inode in sorted(sockets):
         with suppress(OSError):
+            # gloo has closed it, and its number names something else by now.
             if os.fstat(descriptor).st_ino != inode:
                 continue
+            # A duplicate: the object closes its descriptor, which must stay gloo's.
             with socket.socket(fileno=os.dup(descriptor)) as each:
                 if each.family in (socket.AF_INET, socket.AF_INET6) and each.getpeername():
                     yield each

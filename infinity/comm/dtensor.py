@@ -23,6 +23,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` is a DTensor."""
+    # Before the look-up of the library, since almost all tensors end here.
     if type(tensor) in _PLAIN:
         return False
     library = sys.modules.get("torch.distributed.tensor")  # importing it takes seconds
@@ -37,6 +38,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def set_local(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Replace this rank's values of `parameter` by `values`, without a copy. `parameter` stays the same object."""
     if is_distributed(parameter):
+        # `.data` of a DTensor would be a DTensor: only its local tensor can be replaced.
         parameter._local_tensor = values.data  # type: ignore[attr-defined]
     else:
         parameter.data = values

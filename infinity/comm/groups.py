@@ -73,6 +73,7 @@ def new_group(ranks: list[int] | None, timeout: timedelta | None, backend: str) 
 
     Raises RanksError if they have not connected within `timeout`.
     """
+    # Before the group connects, since its sockets are those opened from here on.
     opening = connections.Opening()
     with connecting():
         made: dist.ProcessGroup = dist.new_group(
@@ -106,6 +107,7 @@ def _count_alike(group: dist.ProcessGroup) -> None:
     names = _names()
     known: list[int] = [0] * dist.get_world_size(group)
     dist.all_gather_object(known, len(names), group=group)
+    # Placeholders: they take a number and have no connections.
     while len(names) < max(known):
         _occupy(f"infinity-{len(names)}")
 
@@ -119,6 +121,7 @@ def destroy_group(group: dist.ProcessGroup) -> None:
     if not dist.is_initialized():
         return
     name = _names().get(group)
+    # First: the descriptors close with the group, and their numbers are used again.
     connections.forget(group)
     dist.destroy_process_group(group)
     if name is not None:

@@ -57,5 +57,6 @@ def _ranks_started() -> int:
 
 
 def _backend(device: Device | None) -> str:
+    # Both, as host memory is exchanged on machines with devices, too.
     on_cuda = torch.cuda.is_available() if device is None else device.torch_device.type == "cuda"
     return "cpu:gloo,cuda:nccl" if on_cuda and dist.is_nccl_available() else "gloo"

@@ -88,6 +88,7 @@ class TensorParallelMesh:
             return values
         for dim in range(self._mesh.ndim):
             group = self._mesh.get_group(dim)
+            # On the mesh's device: its backend may have no collectives of host memory.
             mine = torch.tensor(values, dtype=torch.float64, device=self._mesh.device_type)
             parts = torch.empty((group.size(), len(values)), dtype=torch.float64, device=mine.device)
             dist.all_gather(list(parts), mine, group=group)
@@ -117,6 +118,7 @@ class TensorParallelMesh:
 
         spec: Any = spec_of(parameter)
         there = values.to(local(parameter).device)
+        # Given, because uneven parts do not determine the shape of the whole.
         stride = torch.empty(parameter.shape, device="meta").stride()
         divided = DTensor.from_local(
             there, spec.mesh, spec.placements, run_check=False, shape=parameter.shape, stride=stride

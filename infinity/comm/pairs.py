@@ -56,8 +56,10 @@ class PairwiseCollectives:
             return
         own = self._part(flat, self._rank)
         step = self._piece // flat.element_size()
+        # Parts differ by an element if the length is no multiple of the ranks. All ranks exchange as many pieces.
         longest = max(self._part(flat, rank).numel() for rank in range(self._size))
         starts = range(0, longest, step)
+        # Two halves of the buffer: the next piece arrives while this one is added.
         arriving = self._receive(flat, 0, step, 0)
         for number, start in enumerate(starts):
             arrived, pieces = arriving
@@ -95,6 +97,7 @@ class PairwiseCollectives:
         that waits for all.
         """
         works = []
+        # Receives are posted first, so that the bytes of a fast rank arrive in place.
         for distance in range(1, self._size):
             source = (self._rank - distance) % self._size
             if (target := incoming(source)).numel():
@@ -114,6 +117,7 @@ class PairwiseCollectives:
 
 def _sum_in_order(others: list[torch.Tensor], rank: int, own: torch.Tensor) -> None:
     """Set own to the sum of all ranks' parts in rank order, with `own` at position `rank`. Overwrites others."""
+    # A sum in rank order, so that all ranks and stages get the same bits.
     parts = [*others[:rank], own, *others[rank:]]
     total = parts[0]
     for part in parts[1:-1]:

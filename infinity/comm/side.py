@@ -74,6 +74,7 @@ class SideChannel:
             groups = [group for group in (self._replicas, self._model) if group is not None]
             self._thread = CollectiveThread("infinity-side", chain(*map(dist.get_process_group_ranks, groups)))
             self.sum(0.0)  # connects all ranks
+            # The first rank of a replica need not be the first one of its sorted group.
             self._root = self.of_model(ranks.model.first).index(True)
 
     @_exchange
@@ -84,6 +85,7 @@ class SideChannel:
         if self.rank:
             dist.send(self.shard(flat), group=self._replicas, group_dst=0)
             return
+        # All receives at once: ranks arrive in any order, and each writes its own chunk.
         arriving = [
             dist.irecv(shard, group=self._replicas, group_src=rank)
             for rank, shard in enumerate(flat.chunk(self.shards))
@@ -110,6 +112,7 @@ class SideChannel:
 
     def _send(self, part: torch.Tensor) -> None:
         if part.numel():
+            # As bytes, since gloo does not send every dtype.
             dist.send(part.contiguous().view(-1).view(torch.uint8), group=self._model, group_dst=self._root)
 
     def _receive(self, like: torch.Tensor, number: int) -> torch.Tensor:
@@ -131,6 +134,7 @@ class SideChannel:
     @_exchange
     def agree(self, values: torch.Tensor) -> None:
         """Broadcast `values`, in host memory, from the first rank."""
+        # Within the first replica, then from each of its ranks to its copies in the other replicas.
         for group, root in ((self._model, self._root), (self._replicas, 0)):
             if group is not None:
                 dist.broadcast(values, group=group, group_src=root)

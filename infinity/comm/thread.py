@@ -83,6 +83,7 @@ class CollectiveThread(Executor):
         """
         with self._access:
             first, now = next(iter(self._unfinished), None), time.monotonic()
+            # Each collective gets its own time: after a loss, several may fail one after the other.
             if first is None or first is not self._long:
                 self._long, self._since = first, now
                 return
@@ -95,6 +96,7 @@ class CollectiveThread(Executor):
             with suppress(Empty):  # with the memory that the work refers to
                 while True:
                     self._queue.get_nowait()
+        # Outside the lock: callbacks of a future run here, and may take locks of their own.
         for future in failed:
             future.set_exception(RanksError(self.error))
 
@@ -107,8 +109,10 @@ class CollectiveThread(Executor):
             if not self._closed:
                 self._closed = True
                 self._queue.put(None)
+        # The garbage collector may close the owner in any thread, also in this one, which cannot wait for itself.
         if wait and threading.current_thread() is not self._thread:
             self.finish()
+            # A thread that was given up is still in its collective, for up to the timeout of the group.
             if not self.error:
                 self._thread.join()
 
@@ -116,6 +120,7 @@ class CollectiveThread(Executor):
         """Wait for the collectives submitted so far, or until the thread is given up."""
         with self._access:
             last = next(reversed(self._unfinished), None)
+        # `exception` waits, and does not raise it: the caller of the collective gets it.
         if last is not None:
             last.exception()
 
@@ -174,6 +179,7 @@ def _finish() -> None:
 
 def _forked() -> None:
     """Forget the threads, which a forked child does not have."""
+    # Another thread of the parent may have held the lock at the fork, and nothing would release it here.
     global _access
     _access = threading.Lock()
     _threads.clear()

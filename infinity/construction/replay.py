@@ -2,7 +2,7 @@
 
 A tensor on the meta device has no values, but it counts its in-place edits (`_version`), including those by
 `torch.nn.init`. The rules are replayed on stand-ins. A parameter that only its constructor and its rules have edited
-has the same count as its stand-in. [Note: construction on the meta device, docs/design.md]
+has the same count as its stand-in. [Note: construction on the meta device]
 """
 
 from __future__ import annotations

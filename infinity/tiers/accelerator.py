@@ -38,6 +38,7 @@ class StreamTransfer:
         self._device = stream.device
 
     def wait(self) -> None:
+        # Most transfers have ended when they are waited for, and a query needs no event that blocks.
         if self._device.type == "cuda" and not self.event.query():
             _sleep_until(self.event, self._device)
         else:
@@ -111,6 +112,7 @@ class AcceleratorDevice(Device):
         self._current_stream()
 
     def finish(self) -> None:
+        # Fetches ahead may be under way, into buffers that are about to be freed.
         for stream in (self._to_device, self._from_device, self._model_stream):
             if stream is not None:  # the model's stream may store a result
                 StreamTransfer(stream).wait()
@@ -122,6 +124,7 @@ class AcceleratorDevice(Device):
             return own
         stream = torch.accelerator.current_stream(self.torch_device)
         before, self._model_stream = self._model_stream, stream
+        # A user may change streams between two calls. Units that the former stream uses would be moved under it.
         if before is not None and before != stream:
             stream.wait_stream(before)
         return stream
@@ -138,6 +141,7 @@ class AcceleratorDevice(Device):
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
         if destination.is_cpu and source.is_cpu:
+            # No stream orders a copy of the host's.
             if after is not None:
                 after.wait()
             destination.copy_(source)
@@ -161,6 +165,7 @@ class AcceleratorDevice(Device):
             stream, transfer = self._current_stream(), issued(transfer)
             if not isinstance(transfer, StreamTransfer):
                 transfer.wait()
+            # An event that has ended needs no entry in the model's stream.
             elif hasattr(self._helper, "stream") or not transfer.event.query():
                 stream.wait_event(transfer.event)
 

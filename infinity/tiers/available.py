@@ -47,6 +47,7 @@ def _left_by_limits(root: Path) -> Iterator[int]:
     """Yield the bytes left by each limit on this process's control group and its ancestors. Page cache is free."""
     for folder, limit_name, usage_name in _groups(root):
         limit, usage = _number(folder / limit_name), _number(folder / usage_name)
+        # Each ancestor's limit holds, too, so all groups are read and the least is taken.
         if limit is not None and usage is not None:
             yield max(0, limit - usage + _cache(folder / "memory.stat"))
 
@@ -55,6 +56,7 @@ def _left_by_addresses(root: Path) -> Iterator[int]:
     """Yield the bytes that this process may still map, if that is limited."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
+        # RLIMIT_AS bounds mapped addresses and not resident pages; they are the first field.
         pages = int((root / "proc/self/statm").read_text().split()[0])
         yield max(0, limit - pages * resource.getpagesize())
 
@@ -123,6 +125,7 @@ def update_processors(*, feeding: bool) -> int:
     bound to some of them has these to itself. feeding: leave `FEEDING` to threads that feed an accelerator.
     """
     own, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    # Fewer processors than the machine has: a launcher or a container has divided them already.
     ranks = number_of("LOCAL_WORLD_SIZE", 1, least=1) if own == present else 1
     if ranks == 1 and not feeding:
         return 0

@@ -4,7 +4,7 @@
 (`infinity.tiers.accelerator`) copies on streams of its own. The tests add a device with separate memory whose copies
 complete late.
 
-Which copy and kernel waits for what: docs/design.md [Note: order on a device].
+Which copy and kernel waits for what: [Note: order on a device].
 """
 
 from __future__ import annotations
@@ -156,6 +156,7 @@ class CpuDevice(Device):
         return DONE
 
     def copy_parameters(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
+        # One pass for both, as a second one would read memory again [Note: edits without a version].
         with self.recorder.copy("", destination.nbytes):
             return Fingerprinted(_adam.copy(source.data_ptr(), destination.data_ptr(), destination.numel()))
 

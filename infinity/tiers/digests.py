@@ -49,6 +49,7 @@ class Sums:
     def digest(self, place: int, nbytes: int) -> bytes | None:
         """Return the digest of bytes [place, place + nbytes); None if some were never written."""
         part = self._sums[place // self._block : -(-(place + nbytes) // self._block)]
+        # 0 means that the block has no checksum; a checksum of 0 is kept as 1.
         return _digest(part) if part.all() else None
 
 
@@ -66,4 +67,5 @@ def _sums(read: Read, place: int, nbytes: int, block: int) -> Iterator[int]:
 
 
 def _digest(sums: np.ndarray[tuple[int, ...], np.dtype[np.uint32]]) -> bytes:
+    # Little-endian on each machine, since a run may be resumed on another one.
     return hashlib.blake2b(sums.astype("<u4").tobytes(), digest_size=WIDTH).digest()

@@ -59,6 +59,7 @@ class DurableTier(NvmeTier):
         self._block = checksum_block or digest_block
         self._slot_file = file.file
         """Handle of the file through which slots are written."""
+        # A handle of its own has checksums for digests, while reads through the other one are not verified.
         if not checksum_block:
             self._slot_file = file.native()
             self._slot_file.keep_checksums(file.nbytes, self._block)
@@ -68,6 +69,7 @@ class DurableTier(NvmeTier):
     def _read(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
         if not self.slots.holds(extent.offset):
             return super()._read(extent, memory, offset)
+        # An extent that was written in part has its present bytes in both slots.
         pieces = self.slots.to_read(extent.offset, offset, memory.numel())
         if len(pieces) == 1:
             return self._read_at(pieces[0].offset, memory, extent)
@@ -89,6 +91,7 @@ class DurableTier(NvmeTier):
 
     def adopt(self, sealed: bytes, extents: Sequence[Extent]) -> None:
         """Make the bytes of a commit the present ones. extents: all durable ones."""
+        # Everything that was read ahead has bytes of the slots before.
         self.drop_windows_ahead()
         if self._staging is not None:
             for extent in extents:
@@ -134,4 +137,5 @@ class DurableTier(NvmeTier):
         for start in range(0, nbytes, _PIECE):
             part = buffer[: min(nbytes - start, _PIECE)]
             self._read_at(source + start, part, where).wait()
+            # Through the handle with checksums, so that the digest of the commit covers the copied part.
             self._write_at(target + start, part, where, self._slot_file).wait()

@@ -96,6 +96,7 @@ class SwapFile:
         released: list[Range] = []
         for part in self._ranges(offset, nbytes):
             if not punch(part):
+                # All members or none, since an extent of a stripe is reserved and released as a whole.
                 for other in released:
                     reserve(other)
                 return False
@@ -109,6 +110,7 @@ class SwapFile:
             try:
                 reserve(part)
             except BaseException:
+                # The error promises no change.
                 for other in reserved:
                     punch(other)
                 raise
@@ -138,6 +140,7 @@ class SwapFile:
 
     def close(self) -> None:
         """Release the space. All requests on the file must be done before. Idempotent."""
+        # A second call must not close a descriptor that another file has got since.
         fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)
@@ -190,6 +193,7 @@ def open_swap_files(
     if holds_states:
         for folder, file, size in zip(folders, files, sizes, strict=True):
             _check_whole(folder / file, size)
+    # Blocks that a durable file has already need no space again.
     held = [_held(folder / file) if durable else 0 for folder, file in zip(folders, files, strict=True)]
     together = _by_file_system(folders, [max(0, size - there) for size, there in zip(sizes, held, strict=True)])
     for where, needed in together:
@@ -207,6 +211,7 @@ def open_swap_files(
         for folder, file, size in zip(folders, files, sizes, strict=True):
             opened.append(undo.enter_context(_open_one(folder, size, file, durable=durable)))
         swap = opened[0]
+        # `members` take over the descriptors: nothing closes the single files once `undo` is dropped.
         if len(opened) > 1:
             members = [member for each in opened for member in each._members]
             named = [each for one in opened for each in one._folders]
@@ -225,6 +230,7 @@ def _open_one(folder: Path, nbytes: int, name: str, *, durable: bool) -> SwapFil
     fd, named = (_open_durable(folder / name), None) if durable else open_anonymous(folder, name)
     direct_fd = -1
     try:
+        # A probe writes a page and truncates the file, which would destroy the states of a durable run.
         direct_fd = open_direct(fd) if os.fstat(fd).st_size else _open_direct(fd, folder)
         reserve(Range(fd, folder, 0, nbytes))
         member = Member(fd, direct_fd, folder, folder / name, nbytes)
@@ -281,12 +287,14 @@ def open_anonymous(folder: Path, name: str) -> tuple[int, Path | None]:
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), None
     except OSError as error:
+        # A full file system is no reason for a named file, which would fail as well: `require` raises its error.
         if error.errno in FULL:
             require(folder, alignment(), 0)
         if error.errno not in _NO_TMPFILE:
             raise _unwritable(folder, error) from error
     own: Path | None = None
     try:
+        # A folder of its own, so that a network file system's name for the removed file can be removed with it.
         own = Path(tempfile.mkdtemp(prefix="infinity-", dir=folder))
         path = own / name.replace(os.sep, "_")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -295,6 +303,7 @@ def open_anonymous(folder: Path, name: str) -> tuple[int, Path | None]:
         if own is not None:
             shutil.rmtree(own, ignore_errors=True)
         raise _unwritable(folder, error) from error
+    # A network file system keeps the removed file in it, under another name, while it is open.
     try:
         own.rmdir()
     except OSError:
@@ -305,6 +314,7 @@ def open_anonymous(folder: Path, name: str) -> tuple[int, Path | None]:
 def _open_durable(path: Path) -> int:
     """Open or create a file of a durable run. Raises StorageError if it is a link, not a file, or another user's."""
     try:
+        # O_NOFOLLOW: somebody may have put a link in its place, to a file that this process may write.
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise _unwritable(path.parent, error) from error
@@ -312,6 +322,7 @@ def _open_durable(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         os.close(fd)
         raise StorageError(f"{path} is not a file of this user: remove it, or name another run (infinity.run)")
+    # The mode of `open` counts for new files only.
     os.fchmod(fd, 0o600)
     return fd
 
@@ -335,6 +346,7 @@ def _check_whole(path: Path, nbytes: int) -> None:
 def _held(path: Path) -> int:
     """Return the bytes on the drive of a file that may not exist."""
     try:
+        # Blocks and not the size: a file may have holes. stat counts in 512 bytes on each file system.
         return path.stat().st_blocks * 512
     except OSError:
         return 0
@@ -343,6 +355,7 @@ def _held(path: Path) -> int:
 def open_direct(fd: int, flags: int = os.O_RDWR) -> int:
     """Return a descriptor with `O_DIRECT` of a file with content; -1 if the file system refuses it."""
     try:
+        # An anonymous file has no other path by which it could be opened again.
         return os.open(f"/proc/self/fd/{fd}", flags | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
         return -1
@@ -377,6 +390,7 @@ def _open_direct(fd: int, folder: Path) -> int:
         )
         return -1
     finally:
+        # Without the probe's page the file reads as zeros everywhere.
         os.ftruncate(fd, 0)
 
 

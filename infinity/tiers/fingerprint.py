@@ -11,6 +11,7 @@ from infinity.native import cuda
 Fingerprint: TypeAlias = int | torch.Tensor
 """An int, or an int64 scalar on the device. Compare by `!=`, whose truth waits for the device."""
 
+# As a signed number, since torch has no arithmetic of unsigned ones.
 _KEY = 0x9E3779B97F4A7C15 - (1 << 64)
 _PIECE = 1 << 22  # words of 8 bytes
 
@@ -25,6 +26,7 @@ def fingerprint_by_torch(memory: torch.Tensor) -> torch.Tensor:
     for start in range(0, words.numel(), _PIECE):
         piece = words[start : start + _PIECE]
         keys = torch.arange(start + 1, start + 1 + piece.numel(), device=memory.device) * _KEY
+        # Shifts of signed numbers copy the sign, which the masks remove.
         mixed = piece ^ keys
         total += ((mixed & 0xFFFFFFFF) * (mixed >> 32 & 0xFFFFFFFF) + (piece << 32 | piece >> 32 & 0xFFFFFFFF)).sum()
     return total

@@ -53,6 +53,7 @@ def register(engine: _aio.Engine, memory: torch.Tensor) -> None:
 
 
 def _unregister(engine: weakref.ref[_aio.Engine], address: int) -> None:
+    # The engine may have ended first, and its registrations with it.
     if (alive := engine()) is not None:
         alive.unregister(address)
 
@@ -76,6 +77,7 @@ def _open(kind: str, block_size: int, queue_depth: int, threads: int) -> _aio.En
         raise StorageError(error.strerror or str(error)) from error
     except ValueError as error:  # more threads, over all paths, than an engine supports
         raise StorageError(f"{error} (section aio; threads are intra_op_parallelism × the number of paths)") from error
+    # The engine halves its depth until the kernel has enough slots: slower, but no reason to end a training.
     if engine.queue_depth < queue_depth:
         _log.warning(
             "aio.queue_depth is %d instead of %d: the system's slots for asynchronous I/O are short (raise "

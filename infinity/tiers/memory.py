@@ -36,6 +36,7 @@ def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
     """
     length = max(nbytes, 1)
     try:
+        # A mapping of its own: munmap returns the bytes to the system at once, whatever else the heap holds.
         mapping = _Mapping(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         hint = "lower infinity.unit_size or infinity.prefetch_bytes, or keep fewer states on cpu"
@@ -86,6 +87,7 @@ _alive: weakref.WeakSet[_Mapping] = weakref.WeakSet()
 def _keep_in_child() -> None:
     """Never unmap in a forked child: it lacks these pages, and may have mapped others at their addresses since."""
     for mapping in list(_alive):
+        # A reference that nobody gives back, so that `__del__` never runs in the child.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
 
 
@@ -112,6 +114,7 @@ def pin_ranges(memory: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
     for start, stop in _joined(ranges):
         address = memory.data_ptr() + start
         result = int(cudart.cudaHostRegister(address, stop - start, 0))
+        # Unregistered before the pages are unmapped: the driver would keep a stale entry for the addresses.
         if result == 0:
             before_unmapping(memory, partial(cudart.cudaHostUnregister, address))
             continue

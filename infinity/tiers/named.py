@@ -19,6 +19,7 @@ def check_named(fd: int, path: Path, nbytes: int = 0) -> None:
     """Raise MisplacedError if `path` does not name the open file `fd`, or if the file has less than `nbytes` bytes."""
     status = os.fstat(fd)
     try:
+        # lstat: a link in its place is another file, even if it leads here.
         is_there = os.path.samestat(status, os.lstat(path))
     except OSError:
         is_there = False

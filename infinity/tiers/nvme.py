@@ -45,6 +45,7 @@ class Request:
             # The native error adds nothing to this one.
             raise _with_name(error, self._extent, mismatch=self._request.mismatch) from None
         finally:
+            # The kernel may use the memory until then.
             if self._request.done():  # it continues if Ctrl-C ends the wait
                 self._memory = None
                 _warn_of_repairs(self._request, self._extent)
@@ -134,9 +135,11 @@ class NvmeTier(Tier):
         return self._staging.read(extent, destination, offset)
 
     def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
+        # First: a window with the old bytes must not be taken after the write [Note: states read ahead].
         self._windows.forget(extent, offset, source.numel())
         if self._staging is None:
             return self._write(extent, source, offset)
+        # Also for a source in host memory, which bypasses staging: host buffers may hold the old bytes.
         self._staging.ahead.forget(extent)
         if self._device.is_host(source):
             return self._write(extent, source, offset)
@@ -148,6 +151,7 @@ class NvmeTier(Tier):
 
     def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
         window = self._windows.take(extent, offset, nbytes) or self._open(extent, offset, nbytes, pool)
+        # Windows ahead hold buffers of the same pool: without this, an update in another order would wait forever.
         while window is None and self._windows.give_up(pool):
             window = self._open(extent, offset, nbytes, pool)
         return window
@@ -186,6 +190,7 @@ class NvmeTier(Tier):
         register(self._engine, memory)
 
     def close(self) -> None:
+        # Staging submits requests and windows wait for theirs: both end before the engine and the descriptors.
         if self._staging is not None:
             self._staging.close()
         self._windows.drop_all()

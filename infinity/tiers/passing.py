@@ -50,6 +50,7 @@ class PassingTier(Tier):
             memory = self._allocate(extent.nbytes)
         with self._copying("device_to_host", extent):
             written = self._device.copy(memory, source)
+        # Only now: a copy that fails to start leaves the former bytes, and their memory lives on with their readers.
         with self._access:
             self._held[extent.offset] = memory
         return written
@@ -67,11 +68,13 @@ class PassingTier(Tier):
     def discard(self, extent: Extent, read: torch.Tensor | None = None) -> None:
         with self._access:
             memory = self._held.get(extent.offset)
+            # The extent may have been written again since `read` was opened: those bytes are needed.
             if memory is not None and (read is None or _shares_storage(memory, read)):
                 self._spare[extent.offset] = self._held.pop(extent.offset)
 
     def trim(self) -> None:
         with self._access:
+            # Two calls, so that memory that each step uses is not freed and allocated in each step.
             self._old, self._spare = self._spare, {}
 
     def clear(self) -> None:

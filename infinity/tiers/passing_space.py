@@ -53,6 +53,7 @@ class PassingSpace(Tier):
     def reserve(self, extent: Extent) -> None:
         offset = extent.offset
         with self._access:
+            # Reserved before the extent is noted as held: an OutOfSpaceError leaves everything as it was.
             if not any(offset in each for each in (self._held, self._spare, self._old)):
                 self._tier.reserve_space(extent)
             self._spare.pop(offset, None)
@@ -68,6 +69,7 @@ class PassingSpace(Tier):
         window = self._tier.window(extent, offset, nbytes, pool)
         if window is not None:
             with self._access:
+                # `discard` compares it: a write since then has put `_WRITTEN` in its place.
                 self._held[extent.offset] = window.tensor.data_ptr()
         return window
 
@@ -90,6 +92,7 @@ class PassingSpace(Tier):
         with self._access:
             if self._makes_holes:
                 self._release(self._old)
+                # `_release` has emptied the old one, or the file system makes no holes and its space stays reserved.
                 self._old, self._spare = self._spare, self._old
 
     def clear(self) -> None:

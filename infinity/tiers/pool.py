@@ -84,14 +84,17 @@ class Lease:
 
     def substitute(self, buffer: torch.Tensor) -> None:
         """Use a quarantined buffer in place of the pool's buffer. The lease keeps both."""
+        # Cached views are of the pool's buffer; the next lookup must see the substitute.
         self._held()
         self._views.clear()
         self._substitute = buffer
 
     def release(self) -> None:
         self._held()
+        # Cleared before the buffer is given back, so that a second release raises instead of returning it twice.
         buffer, self._buffer, self._substitute = self._buffer, None, None
         assert buffer is not None
+        # The pool counts references to the buffer: views of a lease that has ended must not be among them.
         self._views.clear()
         self._pool._give_back(buffer)
 
@@ -101,6 +104,7 @@ class Lease:
         self._buffer = self._substitute = None
         assert buffer is not None
         self._views.clear()
+        # A substitute never belonged to the pool, so the pool's own buffer is intact and goes back as it is.
         if held is buffer:
             self._pool._replace(buffer)
         else:
@@ -146,6 +150,7 @@ class Pool:
         self._is_dismissed = False
         self._unused = 0
         if self._free:
+            # Measured on a buffer that is free, since the pool's own references count, too.
             example = next(iter(self._free.values()))[0]
             self._unused = storage_users(example)
 
@@ -171,6 +176,7 @@ class Pool:
     def recall(self) -> None:
         """Allocate the buffers again. Idempotent."""
         if self._is_dismissed:
+            # Allocated outside the lock: it may take seconds, and a failure leaves the pool dismissed.
             buffers = {size: [self._make(size) for _ in range(count)] for size, count in self._counts.items()}
             with self._access:
                 self._free.update(buffers)
@@ -222,8 +228,10 @@ class Pool:
         """
         size = self.size_class(nbytes)
         with self._access:
+            # `_take` raises the error of a dismissed pool.
             if self._is_dismissed or self._extra[size] >= most:
                 return self._take(size, nbytes)
+            # Counted before the allocation, outside of which other threads may ask for the same extra buffer.
             self._extra[size] += 1
         try:
             return Lease(self, self._make(size), nbytes)
@@ -256,6 +264,7 @@ class Pool:
         return storage_users(buffer) > self._unused + beyond
 
     def _give_back(self, buffer: torch.Tensor) -> None:
+        # Before the buffer is free: its next owner may write to it at once.
         if self._poison is not None:
             self._poison(buffer)
         size = buffer.numel()

@@ -50,6 +50,7 @@ def _registered(
 ) -> torch.Tensor:
     """Return a buffer that is registered with `tiers`. Refers to no model, which a pool must not keep alive."""
     memory = allocate(nbytes)
+    # Every tier, since a buffer of the pool may be read from any of them.
     if device.is_host(memory):
         for tier in tiers:
             tier.register(memory)

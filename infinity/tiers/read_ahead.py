@@ -51,11 +51,13 @@ class ReadAhead:
         coming, nearest = iter(extents), list[Extent]()
         with self._access:
             others = set(self._pieces)
+            # Stops once each extent that was read is known to be wanted: the rest of a long trace is not looked at.
             while others and (extent := next(coming, None)) is not None:
                 others.discard(extent.offset)
                 nearest.append(extent)
             for offset in [offset for offset in self._pieces if offset in others]:
                 self._dropped += self._pieces.pop(offset)
+            # Buffers of dropped reads that have ended are free for the extents that come.
             self._release_ended()
             for extent in chain(nearest, coming):
                 if not self._extend(extent):
@@ -87,6 +89,7 @@ class ReadAhead:
             self._release_ended()
 
     def _release_ended(self) -> None:
+        # Only those that have ended, so that this never waits.
         while self._dropped and self._dropped[0].arrived.done():
             self._dropped.popleft().abandon()
 

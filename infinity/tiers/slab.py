@@ -29,6 +29,7 @@ class SlabTier(Tier):
         self._written: set[int] = set()
         self.writes: dict[int, int] = {}
         """Offset of an extent → number of calls of `write`."""
+        # Not pinned as a whole: only what the device copies is registered, which takes time for each page.
         self._slab = device.empty(nbytes) if kind.on_device else device.host_buffer(nbytes, pin=False)
         if self._slab.is_cpu:
             first_touch(self._slab)
@@ -51,6 +52,7 @@ class SlabTier(Tier):
             self._is_offloaded = False
 
     def _move(self, slab: torch.Tensor) -> None:
+        # The former slab is freed by the next line, and no stream would keep it alive.
         self._device.copy(slab, self._slab).wait()
         self._slab = slab
 

@@ -48,6 +48,7 @@ def reserve(part: Range) -> None:
     """Reserve the space of a range. Raises OutOfSpaceError, without a change, or StorageError."""
     folder, nbytes = part.folder, part.stop - part.start
     try:
+        # Allocates blocks, unlike ftruncate: a write must not find the disk full later.
         os.posix_fallocate(part.fd, part.start, nbytes)
     except OSError as error:
         if error.errno in FULL:  # space taken since the check, a quota, or metadata of the file system
@@ -69,6 +70,7 @@ def punch(part: Range) -> bool:
     """Release the space of a range. Returns False if the file system or the system cannot."""
     if _fallocate is None:
         return False
+    # Without types, ctypes would pass 32 bits.
     offset, nbytes = ctypes.c_int64(part.start), ctypes.c_int64(part.stop - part.start)
     return bool(_fallocate(ctypes.c_int(part.fd), ctypes.c_int(_KEEP_SIZE | _PUNCH_HOLE), offset, nbytes) == 0)
 

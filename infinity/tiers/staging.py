@@ -52,7 +52,9 @@ class Staging:
     def read(self, extent: Extent, destination: torch.Tensor, offset: int) -> Transfer:
         """Fill device memory from an extent, after the compute that the calling thread issued so far."""
         whole = offset == 0 and destination.numel() == extent.nbytes
+        # Taken in the calling thread: a later call that wants other extents would drop them.
         pieces = self.ahead.take(extent) if whole else deque[Piece]()
+        # Recorded here, because the thread of reads has a stream of its own [Note: order on a device].
         after = self._device.compute_reached()
         return run_on(self._reader, self._read_in, extent, destination, offset, after, pieces)
 
@@ -66,6 +68,7 @@ class Staging:
         self.ahead.want(extents)
 
     def close(self) -> None:
+        # The threads end first: they lease buffers and append copies until then.
         for executor in (self._reader, self._writer):
             executor.shutdown()
         self.ahead.close()
@@ -94,6 +97,7 @@ class Staging:
                     self._begin(extent, offset, rest, coming)
             return copied
         finally:
+            # After an error: the drive may still write to the buffers of reads under way.
             for piece in coming:
                 piece.abandon()
 
@@ -113,6 +117,7 @@ class Staging:
         with piece.lease as lease:
             piece.arrived.wait()
             copy = self._device.copy(target, lease.tensor, after=after)
+            # A copy that has ended needs no place in the queue: the end of the block frees its buffer.
             if copy.done():
                 copy.wait()  # raises its error
                 return copy
@@ -140,9 +145,11 @@ class Staging:
         writing: deque[tuple[Transfer, Lease]] = deque()
         try:
             for piece, position in _pieces(source):
+                # The pool has as many buffers, so the next lease would wait for one of these.
                 if len(writing) == STAGED_WRITES:
                     _finish(*writing.popleft())
                 with self._writing.lease(piece.numel()) as lease:
+                    # The host hands the buffer to the kernel, which follows no stream: the bytes must be there.
                     self._device.copy(lease.tensor, piece, after=after).wait()
                     transfer = self._write(extent, lease.tensor, offset + position)
                     writing.append((transfer, lease.detach()))

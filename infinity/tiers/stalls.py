@@ -49,6 +49,7 @@ class StreamWaits(Waits):
         wait = _Wait(reason, before, self._event())
         self._count(reason, now() - slept_from)
         self._open.append(wait)
+        # Bounds the number of live events.
         if len(self._open) > _MOST:
             self._read()
         return wait

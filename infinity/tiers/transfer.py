@@ -61,6 +61,7 @@ class Together:
 
     def wait(self) -> None:
         failed: BaseException | None = None
+        # All of them, also after an error: the kernel may use their buffers until each has ended.
         for transfer in self._transfers:
             try:
                 transfer.wait()
@@ -134,6 +135,7 @@ class Promise:
 
     def keep(self, rest: Transfer = DONE) -> None:
         """Complete the transfer; `rest` continues it on a stream of the device."""
+        # In this order: `issued` reads `_rest` without the lock once `_done` is set.
         self._rest = rest
         self._done = True
         self._lock.release()

@@ -40,6 +40,7 @@ class UserFile:
             status = os.fstat(self._fds[0])
             if not stat.S_ISREG(status.st_mode) and not stat.S_ISBLK(status.st_mode):
                 raise StorageError(f"{self.path} is neither a file nor a disk: name a file")
+            # Not the path, by which one file has many names.
             self.key = status.st_dev, status.st_ino
             direct = self._open_direct(flags)
             self.file = _aio.File(direct, self._fds[0], self.path, alignment())

@@ -43,12 +43,14 @@ class WindowsAhead:
 
     def take(self, extent: Extent, offset: int, nbytes: int) -> Window | None:
         """Return a window on these bytes, which the caller releases; None if none was opened ahead."""
+        # Without the lock, since this runs for each tile. A window that is opened meanwhile is only not taken.
         if not self._windows:
             return None
         with self._access:
             window, pool = self._windows.pop(extent.offset + offset, (None, None))
             if window is None or pool is None or window.tensor.numel() == nbytes:
                 return window
+            # Tiles of another size: the bytes are right, but the caller's buffers have the size it asked for.
             self._dropped.append((window, pool))
             return None
 
@@ -61,6 +63,7 @@ class WindowsAhead:
             for first, (window, pool) in list(self._windows.items()):
                 if first < start + nbytes and start < first + window.tensor.numel():
                     del self._windows[first]
+                    # Its read may be under way: the buffer is released later, by a thread that may wait.
                     self._dropped.append((window, pool))
 
     def give_up(self, pool: Pool) -> bool:
@@ -72,14 +75,17 @@ class WindowsAhead:
             window = self._next_of(pool)
         if window is None:
             return False
+        # Outside the lock, which a write must be able to take while this read ends.
         _abandon(window)
         return True
 
     def _next_of(self, pool: Pool) -> Window | None:
+        # Dropped ones first: nobody needs their bytes.
         for number, (window, its_pool) in enumerate(self._dropped):
             if its_pool is pool:
                 del self._dropped[number]
                 return window
+        # The last one opened is the last one that the update will take.
         for first, (window, its_pool) in reversed(self._windows.items()):
             if its_pool is pool:
                 del self._windows[first]

@@ -11,7 +11,9 @@ ROOT = Path(__file__).parents[2]
 SITE = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 HIDDEN = {"bench/results/refactoring.md"}
 PAGES = {
-    path.relative_to(ROOT).as_posix() for folder in ("docs", "bench/results") for path in (ROOT / folder).glob("*.md")
+    path.relative_to(ROOT).as_posix()
+    for folder in ("docs", "docs/notes", "bench/results")
+    for path in (ROOT / folder).glob("*.md")
 } - HIDDEN
 
 

@@ -110,6 +110,7 @@ class Announcement:
     @classmethod
     def of_units(cls, operation: Operation, units: Sequence[int], source: int | None = None) -> Announcement:
         """Return the announcement of a call for one or more units. source: rank whose values it broadcasts, if any."""
+        # Not `hash`, which differs between processes for text.
         digest = zlib.crc32(repr((source, *units)).encode())
         return cls(operation, units[0], len(units) << _COUNT | digest)
 
@@ -170,6 +171,7 @@ def pack_flags(members: Iterable[int], words: int) -> list[int]:
     """Pack a set of small numbers into `words` integers."""
     flags = [0] * words
     for member in members:
+        # Fewer bits than a word has: words travel as signed integers.
         flags[member // _FLAGS] |= 1 << member % _FLAGS
     return flags
 

@@ -1,4 +1,4 @@
-"""Makes all ranks issue the same collectives in the same order. See docs/design.md [Note: agreement on collectives].
+"""Makes all ranks issue the same collectives in the same order. See [Note: agreement on collectives].
 
 Ranks predict their next collective from those that they agreed on. A rank that issues the predicted one sends no
 message: it follows. A rank that issues another one departs: it exchanges announcements with all ranks. Followers wait
@@ -133,6 +133,7 @@ class Announcer:
         """
         if self.error:
             raise RanksError(self.error)
+        # Packed before anything is sent: `present` grows below.
         own = tuple(pack_flags(present, flag_words))
         self._number += 1
         wait = _Wait(self._number, announced, own)
@@ -151,8 +152,10 @@ class Announcer:
                 if self.error:
                     raise RanksError(self.error)
         finally:
+            # Recorded on all ranks or on none: predictions stay equal only if histories do.
             if not self.error:  # after an error of this rank's own, too: the others go on
                 self._history.append(agreed := self._agreed(wait, predicted))
+        # Most often equal, and unpacking costs more than the comparison.
         if agreed.union != own:
             present |= unpack_flags(agreed.union)
         return cast(_Result, result)
@@ -162,6 +165,7 @@ class Announcer:
             predicted is not None
             and predicted.own == wait.own
             and predicted.announced == wait.announced
+            # Only a collective that no rank completes alone can be followed [Note: a rank that departs].
             and wait.announced.is_synchronous(self._size)
             and self._departures[wait.announced] < _DEPARTURES
         )
@@ -195,10 +199,12 @@ class Announcer:
 
     def _agreed(self, wait: _Wait, predicted: Agreed | None) -> Agreed:
         """Return the record of a collective that all ranks issued."""
+        # No announcement was exchanged, so every rank followed the same prediction.
         if wait.said is None:
             assert predicted is not None
             return predicted
         flags = [words[1 + WORDS :] for words in wait.said]
+        # Flags that differ between ranks will differ again: an exchange is faster than the notice of a departure.
         if any(other != flags[0] for other in flags):
             self._departures[wait.announced] = _DEPARTURES
         elif predicted is not None and predicted.announced == wait.announced:
@@ -210,6 +216,7 @@ class Announcer:
         self.exchanges += 1
         said = self._pairs.all_gather_ints([wait.number, *wait.announced.words(), *wait.own])
         announcements = [Announcement.of(words[1 : 1 + WORDS]) for words in said]
+        # First: a rank that gives up has another operation than the others, and its error is the reason.
         if any(announcement.operation is Operation.GIVE_UP for announcement in announcements):
             self.error = failures(self.failure, self._group)
         elif len({tuple(words[: 1 + WORDS]) for words in said}) > 1:
@@ -246,6 +253,7 @@ class Announcer:
     def _in_mid_collective(self, wait: _Wait, work: Callable[[], object]) -> None:
         """Run `work` unless this rank's collective has ended. After an error, end it."""
         with self._answering:
+            # Compared under the lock: the collective may have ended since the look began.
             if self.waiting is wait and not self.error:
                 with suppress(RanksError), self.ended_ranks_raise():
                     work()
@@ -264,11 +272,13 @@ def _watch(announcer: weakref.ref[Announcer], closing: threading.Event) -> None:
     wait: _Wait | None = None
     pause = due = 0.0
     while not closing.wait(_TICK):
+        # A strong reference for one turn only, so that an engine without a close is collected.
         watched = announcer()
         if watched is None:
             return
         now = time.monotonic()
         if watched.waiting is not wait:
+            # Another collective: most are short, so the first look comes soon and later ones less often.
             wait, pause, due = watched.waiting, _TICK, now + _TICK / 2
         elif wait is not None and now >= due:
             with suppress(RuntimeError):  # the store has ended with its rank, whose connections are closed, too

@@ -87,6 +87,7 @@ def _name(dtype: torch.dtype) -> str:
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in section.items():
         key = prefix + name
+        # A section or a key: all keys below a section are left out with it.
         if key in MAY_DIFFER:
             continue
         if isinstance(value, Mapping):
@@ -105,12 +106,15 @@ def disagreement(lines: Sequence[str], failure: str, group: dist.ProcessGroup) -
     lines: `in_common` of this rank. failure: this rank's error, if it failed. A collective on gloo.
     """
     size = dist.get_world_size(group)
+    # A digest first: lines of a large model are megabytes, and equal in almost every start.
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     numbers = [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in range(0, 8 * _WORDS, 8)]
+    # Fixed length, so that a rank that failed takes part in the same exchange without lines.
     mine = torch.tensor([bool(failure), *numbers])
     found = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(found, mine, group=group)
     said = torch.stack(found)
+    # Before the digests, which a rank that failed has of nothing.
     if said[:, 0].any():
         return failures(failure, group)
     return "" if (said == said[0]).all() else _first_difference(lines, group)
@@ -147,7 +151,9 @@ def _first_difference(lines: Sequence[str], group: dist.ProcessGroup) -> str:
     dist.broadcast_object_list(theirs, group_src=0, group=group)
     pairs = enumerate(zip_longest(lines, theirs[0]))
     differs = next((number for number, (one, other) in pairs if one != other), None)
+    # The least over ranks, so that all name the same line; rank 0 differs from itself nowhere.
     first = min(number for number in _from_all(differs, group) if number is not None)
+    # A model with fewer parameters has no such line.
     said = _from_all(lines[first] if first < len(lines) else "nothing more", group)
     what, hint = next(_OF_KIND[kind] for kind in _OF_KIND if any(line.startswith(kind) for line in said))
     found = "; ".join(f"{who}: {line}" for line, who in by_value(said).items())

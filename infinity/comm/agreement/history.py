@@ -58,12 +58,14 @@ class History:
         else:
             self._next = self._resume()
         self._places[agreed.announced].append(len(self._past) - 1)
+        # Half at once: to forget one each time would renumber all places each time.
         if len(self._past) == self._capacity:
             self._forget(self._capacity // 2)
 
     def _resume(self) -> int | None:
         """Return the index after the earlier place that resembles the present one most; None if there is none."""
         places = self._places[self._past[-1].announced][-_CANDIDATES:]
+        # `max` keeps the first of equals, so that the latest place wins, on all ranks alike.
         best = max(reversed(places), key=self._length_in_common, default=None)
         return None if best is None else best + 1
 

@@ -1,4 +1,4 @@
-"""Finds ranks that ended or hang. See docs/design.md [Note: ranks that end or hang].
+"""Finds ranks that ended or hang. See [Note: ranks that end or hang].
 
 Every rank has one connection to the first rank of its group, and the first rank one to each other. A thread in native
 code sends a heartbeat over them every second, without the GIL. Another thread receives: it reports ranks that are
@@ -72,6 +72,7 @@ class Heartbeat:
 
         Waits for a report that may be in transit, so call it after a collective has failed.
         """
+        # gloo notices a closed connection at once; the report with the reason may still be on its way.
         self._watch.is_reported.wait(_PATIENCE)
         return self._watch.cause()
 
@@ -86,6 +87,7 @@ class Heartbeat:
 
     def close(self) -> None:
         """End the threads and the connections. Without `leave`, the other ranks report this one as lost."""
+        # Once: the finalizer runs at the end of the process, too.
         if self._finalizer.still_active():
             self._finalizer.cancel()
             self._watch.close()
@@ -107,8 +109,10 @@ class _Watch:
         self._links = links
         self._timeout = timeout
         self._on_lost = on_lost
+        # Several heartbeats fit into a short timeout, so that one that is late is no loss.
         self._period = min(_PERIOD, timeout / 4) if timeout else _PERIOD
         self._silence = dict.fromkeys(links, 0.0)
+        # Counted at start: only kills since then can explain a rank that ends.
         self._oom_kills = oom_kills()
         self._main = StuckMain(self._follow)
         self._lost = ""
@@ -118,6 +122,7 @@ class _Watch:
         self._reports: dict[int, tuple[Report, str]] = {}
         self.is_reported = threading.Event()
         """Set once a rank is lost or failed."""
+        # A pipe wakes both threads, the native one as well, which waits in poll and not in Python.
         self._stopped, self._stop = os.pipe()
         beats = ([link.fileno() for link in links.values()], self._period, self._stopped)
         self._threads = [
@@ -139,14 +144,17 @@ class _Watch:
         return self._texts(Report.LOST, Report.FAILED) or self._texts(Report.FOLLOWED) or self._texts(Report.CLOSED)
 
     def _texts(self, *kinds: Report) -> str:
+        # A copy, since the receiving thread adds reports. Several ranks may have followed one: its text is shown once.
         found = dict(self._reports)
         return "; ".join(dict.fromkeys(text for report, text in found.values() if report in kinds and text))
 
     def leave(self, error: BaseException | None) -> None:
         name = self._processes[self._rank].name
+        # sys.exit() and sys.exit(0) are no failures.
         failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
         watches = (self, *self.beside)
         cause = next(filter(None, (each._texts(Report.LOST, Report.FAILED, Report.FOLLOWED) for each in watches)), "")
+        # The cause is another rank: its text is passed on, so that all ranks show the first failure and not this one.
         if isinstance(error, RanksError) or (failed and cause):
             self._send(self._rank, Report.FOLLOWED, cause[:_LONGEST_TEXT])
         elif failed:
@@ -193,6 +201,7 @@ class _Watch:
                 for key, _ in selector.select(max(0.0, turn + self._period - time.monotonic())):
                     if key.data is None:
                         return
+                    # A connection that has ended is always readable: the loop would spin.
                     if not self._receive(key.data):
                         selector.unregister(key.fileobj)
                 now = time.monotonic()
@@ -215,6 +224,7 @@ class _Watch:
             lines = None
         except OSError:  # its machine or network failed: it is reported as silent
             return False
+        # The connection has ended. A rank that left on purpose has sent its report before.
         if lines is None:
             if rank not in self._reports:
                 process = self._processes[rank]
@@ -239,10 +249,12 @@ class _Watch:
 
     def _report(self, rank: int, report: Report, text: str) -> None:
         """Record how `rank` left, once, and send it to the ranks that have no connection to it."""
+        # The first report has the reason; later ones, such as a closed connection, follow from it.
         if rank in self._reports:
             return
         known = {said for each in (self, *self.beside) for _, said in dict(each._reports).values()}
         self._reports[rank] = report, text
+        # The center of the star; the others have a connection to it alone.
         if self._rank == 0:
             self._send(rank, report, text)
         if report is not Report.CLOSED and text not in {*known, ""}:
@@ -251,6 +263,7 @@ class _Watch:
             self.is_reported.set()
         if report is Report.LOST:
             self._lost = self._lost or text
+            # The threads are noted first: `on_lost` closes connections, which ends their collectives.
             lost = self._processes[rank].rank
             self._waiting += threads_with(lost)
             self._on_lost(lost)

@@ -36,6 +36,7 @@ class Heartbeats:
         self._replica = mesh.duplicate_group()
         assert self._replica is not None
         self._each.append(self._between(self._replica, mesh.number, mesh.size))
+        # A rank that leaves because of one star passes the cause on in the other.
         self._each[0].relay(self._each[1])
 
     def cause(self) -> str:

@@ -28,6 +28,7 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         with suppress(OSError):
+            # Heartbeats and reports are small: without it, TCP would hold them back to join them.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
         self._begun = b""
@@ -38,6 +39,7 @@ class Link:
 
     def send(self, line: bytes) -> None:
         """Send a line, which ends with a newline, if the connection is open. Never blocks."""
+        # A full or closed connection drops the line: the sender must not wait for a rank that hangs.
         with suppress(OSError):
             self._connection.send(line)
 
@@ -46,6 +48,7 @@ class Link:
         BlockingIOError if nothing has arrived, and OSError if the connection failed.
         """
         received = self._connection.recv(_RECEIVED)
+        # A heartbeat is an empty line, so that each received byte ends the silence.
         if not received:
             return None
         *lines, self._begun = (self._begun + received).split(b"\n")
@@ -121,11 +124,14 @@ def _accept(listener: socket.socket, token: str, size: int) -> dict[int, Link]:
     while len(links) < size - 1 and (left := deadline - time.monotonic()) > 0:
         listener.settimeout(left)
         with suppress(OSError, ValueError):
+            # Anybody who reaches the port may connect; only the ranks have the token.
             connection, _ = listener.accept()
             with closing(connection):
                 connection.settimeout(max(0.01, deadline - time.monotonic()))
                 given, number = _greeting(connection).split()
+                # In a time that does not depend on the number of right characters.
                 if secrets.compare_digest(given, token) and 0 < int(number) < size:
+                    # A duplicate outlives `closing`, which closes what others opened.
                     links[int(number)] = Link(connection.dup())
     return dict(sorted(links.items()))
 
@@ -134,6 +140,7 @@ def _greeting(connection: socket.socket) -> str:
     """Return the first line. Takes no byte of the second."""
     line = b""
     while not line.endswith(b"\n") and len(line) < _LONGEST_GREETING:
+        # One at a time: the next bytes are heartbeats, which the link reads.
         byte = connection.recv(1)
         if not byte:
             break

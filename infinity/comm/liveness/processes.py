@@ -44,6 +44,7 @@ class Process:
 
     def why_silent(self) -> str:
         """Return why this process may not have answered."""
+        # /proc shows processes of this kernel and namespace only; the number may be another process's here.
         if self.kernel != _kernel():
             return "it is stopped, swapping, or its machine is unreachable"
         state = self._fields()[_STATE]
@@ -64,6 +65,7 @@ class Process:
         if self.kernel != _kernel():
             return elsewhere
         deadline = time.monotonic() + _SETTLING
+        # Connections close before the process becomes a zombie, whose fields have the exit status.
         while (fields := self._fields())[_STATE] not in _ENDED:
             if time.monotonic() >= deadline:
                 return "it closed its connection, but its process has not ended"
@@ -95,6 +97,7 @@ def oom_kills() -> int:
 
 def _stat(pid: int) -> list[str]:
     try:
+        # The command's name comes before the last bracket, and may contain spaces and brackets.
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return []

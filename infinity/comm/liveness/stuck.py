@@ -1,7 +1,6 @@
 """Ends the process if its main thread waits for a lost rank in a call that nothing else ends.
 
-The engine can end waits in its own groups, not in those of the script. See docs/design.md [Note: ranks that end or
-hang].
+The engine can end waits in its own groups, not in those of the script. See [Note: ranks that end or hang].
 """
 
 from __future__ import annotations
@@ -50,6 +49,7 @@ class StuckMain:
                 EXIT_STATUS,
             )
             self._ending(cause)
+            # os._exit flushes nothing. It is needed, since an exception would end this thread alone.
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             os._exit(EXIT_STATUS)
@@ -62,4 +62,5 @@ def _present_wait() -> tuple[int, int] | None:
         frame = frame.f_back
     if frame is None or not frame.f_code.co_filename.startswith(_LIBRARY):
         return None
+    # The same frame at the same instruction counts as the same call.
     return id(frame), frame.f_lasti
