@@ -96,7 +96,7 @@ def run_engine(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     import torch
 
     import infinity
-    from infinity.gpt2.model import GPT2
+    from infinity.sim.gpt2 import GPT2
 
     shape = parts_of(kind)[0]
     with torch.device("meta"):

@@ -29,7 +29,6 @@ INK, MUTED, UP = "#1f2430", "#9aa5b8", "#e4572e"
 SAYS = {
     "cli": "command line, benchmarks",
     "sim": "bandwidths of a machine",
-    "gpt2": "the demo",
     "deepspeed": "DeepSpeed's interface, launcher",
     "integrations": "Lightning, DeepSpeed's checkpoints",
     "engine": "engines, step, wiring, optimizer",

@@ -18,9 +18,9 @@ from rich.text import Text
 from infinity.cli.console import FAILED, fail, one_line_errors, printable, say, say_json, size_of, warnings_as_notes
 from infinity.cli.paths import check_output, write_output
 from infinity.config import Config
-from infinity.gpt2.model import GPT2Config
 from infinity.observe.timeline import LANES
 from infinity.observe.units import counted, show_bytes, show_count
+from infinity.sim.gpt2 import GPT2Config
 from infinity.sim.links import Links
 from infinity.sim.machine import Machine
 from infinity.sim.measured import MeasuredTimes

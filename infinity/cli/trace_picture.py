@@ -6,9 +6,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from infinity.cli.console import printable
+from infinity.cli.console import GRID, INK, MUTED, printable
 from infinity.cli.trace_file import Trace
-from infinity.gpt2.plots import GRID, INK, MUTED
 from infinity.observe.intervals import Interval, seconds, union
 from infinity.observe.timeline import LANES
 from infinity.tier_kind import TierKind

@@ -11,9 +11,9 @@ import torch
 
 import infinity
 from infinity.errors import OutOfMemoryError
-from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.observe.timeline import LANES
 from infinity.observe.units import show_bytes
+from infinity.sim.gpt2 import GPT2, GPT2Config
 from infinity.sim.paper import BYTES, COLUMNS, FIGURE_2A, TIB, K, Shape, digits
 from support.commands import refused, run
 

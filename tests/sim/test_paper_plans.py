@@ -10,9 +10,9 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine.optimizer import param_groups
-from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.plan.plan import Plan, make_plan
 from infinity.plan.policy import DeviceInfo, RankInfo, compute_dtype
+from infinity.sim.gpt2 import GPT2, GPT2Config
 from infinity.sim.paper import BYTES, NODE, NODE_GPUS, Shape, plan_as_paper
 from infinity.units.discover import discover_model, unit_size_of
 

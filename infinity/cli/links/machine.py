@@ -20,7 +20,7 @@ _TRAINING = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 import psutil, torch, infinity
-from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.sim.gpt2 import GPT2, GPT2Config
 with torch.device("meta"):
     model = GPT2(GPT2Config(vocab_size=64, seq_length=16, num_layers=1, hidden_size=64, num_attention_heads=2))
 engine, *_ = infinity.initialize(model=model, config={"train_batch_size": 1, "bf16": {"enabled": True}})

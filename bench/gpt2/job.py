@@ -14,20 +14,20 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from gpt2.data import load_corpus
+from gpt2.duration import JOB_SECONDS, MEASURED_STEPS
+from gpt2.engine_config import engine_config, scheduled_steps, set_schedule
+from gpt2.meter import MetricsFile, StepRecord
+from gpt2.options import AUTO, NOT_DURABLE, PROMPTS, JobOptions
+from gpt2.outputs import Output, joined, refuse_unwritable, working_folder, write_outputs
+from gpt2.pretraining import Pretraining
+from gpt2.progress import Progress
+from gpt2.report import closing_table, output_lines
 from infinity.engine.initialize import initialize
 from infinity.errors import ConfigError
-from infinity.gpt2.data import load_corpus
-from infinity.gpt2.duration import JOB_SECONDS, MEASURED_STEPS
-from infinity.gpt2.engine_config import engine_config, scheduled_steps, set_schedule
-from infinity.gpt2.meter import MetricsFile, StepRecord
-from infinity.gpt2.model import GPT2
-from infinity.gpt2.options import AUTO, NOT_DURABLE, PROMPTS, JobOptions
-from infinity.gpt2.outputs import Output, joined, refuse_unwritable, working_folder, write_outputs
-from infinity.gpt2.pretraining import Pretraining
-from infinity.gpt2.progress import Progress
-from infinity.gpt2.report import closing_table, output_lines
 from infinity.inputs import number_of
 from infinity.observe.units import show_count, show_seconds
+from infinity.sim.gpt2 import GPT2
 
 
 def run(options: JobOptions, stack: ExitStack, clock: Callable[[], float]) -> None:

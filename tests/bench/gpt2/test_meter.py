@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpt2.meter import Meter, MetricsFile, StepRecord
 from infinity.errors import StorageError
-from infinity.gpt2.meter import Meter, MetricsFile, StepRecord
 from infinity.observe.ledger import Ledger, Snapshot
 
 KEYS = [

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from gpt2.options import SAMPLE_BYTES, SHAPE, JobOptions
 from infinity.errors import ConfigError
-from infinity.gpt2.options import SAMPLE_BYTES, SHAPE, JobOptions
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-INK, MUTED, GRID, TRAIN, HELD_OUT = "#1f2430", "#6b7280", "#e5e7eb", "#2f6fde", "#e4572e"
+from report.style import GRID, INK, MUTED
+
+TRAIN, HELD_OUT = "#2f6fde", "#e4572e"
 
 
 def plot_loss(

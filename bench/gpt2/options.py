@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from gpt2.data import VOCAB_SIZE
+from gpt2.pretraining import Evaluation
 from infinity.errors import ConfigError
-from infinity.gpt2.data import VOCAB_SIZE
-from infinity.gpt2.model import GPT2Config
-from infinity.gpt2.pretraining import Evaluation
+from infinity.sim.gpt2 import GPT2Config
 
 BATCH_SIZE = 8
 AUTO = "auto"

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from gpt2.plots import plot_loss
+from gpt2.pretraining import Pretraining
 from infinity.config import Config
 from infinity.errors import StorageError
-from infinity.gpt2.plots import plot_loss
-from infinity.gpt2.pretraining import Pretraining
 from infinity.observe.units import show_count, show_seconds
 
 Output = tuple[str, str]

@@ -6,13 +6,14 @@ import io
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
-from infinity.gpt2.data import load_corpus
-from infinity.gpt2.meter import StepRecord
-from infinity.gpt2.model import GPT2, GPT2Config
-from infinity.gpt2.pretraining import Evaluation, Pretraining
-from infinity.gpt2.progress import Progress
+from gpt2.data import load_corpus
+from gpt2.meter import StepRecord
+from gpt2.pretraining import Evaluation, Pretraining, generate
+from gpt2.progress import Progress
+from infinity.sim.gpt2 import GPT2, GPT2Config
 from support.configs import engine_config
 from support.loops import open_engine
 
@@ -41,3 +42,21 @@ def test_evaluations_take_no_transfer_from_a_step(update: str, cache_bytes: int 
         resident.append(sum(unit.lease is not None for unit in engine.units))
     assert due == [0, 0] and resident == [0]
     assert all(record.nvme_bytes_written > 0 for record in recorded)
+
+
+def test_greedy_and_sampled_text() -> None:
+    torch.manual_seed(0)
+    model = GPT2(
+        GPT2Config(vocab_size=61, seq_length=19, num_layers=3, hidden_size=24, num_attention_heads=3, init_std=0.5)
+    ).eval()
+    prompt = torch.tensor([[3, 14, 15], [9, 26, 53]])
+    greedy = generate(model, prompt, 30, seq_length=19, temperature=0.0)  # passes the model's length
+    assert greedy.shape == (2, 33) and torch.equal(greedy[:, :3], prompt)
+    assert torch.equal(greedy[:, 3], model(prompt)[:, -1].argmax(-1))
+    assert torch.equal(greedy, generate(model, prompt, 30, seq_length=19, top_k=1))
+
+    def sample(seed: int) -> torch.Tensor:
+        return generate(model, prompt, 9, seq_length=19, top_k=20, generator=torch.Generator().manual_seed(seed))
+
+    assert torch.equal(sample(3), sample(3)) and not torch.equal(sample(3), sample(4))
+    assert not sample(3).requires_grad

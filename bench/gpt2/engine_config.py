@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from gpt2.duration import MEASURED_STEPS, MIN_STEPS
+from gpt2.options import BATCH_SIZE, JobOptions
 from infinity.config import Config, WarmupCosineLR
 from infinity.engine.lr import replace_schedule
 from infinity.engine.precision import emulates_bf16
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError
-from infinity.gpt2.duration import MEASURED_STEPS, MIN_STEPS
-from infinity.gpt2.options import BATCH_SIZE, JobOptions
 
 WARMUP_STEPS = MEASURED_STEPS
 """A constant, since the number of all steps is chosen when these are done."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from gpt2.outputs import joined, refuse_unwritable, working_folder
 from infinity.errors import StorageError
-from infinity.gpt2.outputs import joined, refuse_unwritable, working_folder
 
 
 def test_a_folder_below_a_file_is_refused(tmp_path: Path) -> None:

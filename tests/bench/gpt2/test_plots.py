@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.gpt2.plots import plot_loss, running_mean
+from gpt2.plots import plot_loss, running_mean
 
 
 def test_running_mean() -> None:

@@ -5,7 +5,7 @@ import time
 import pytest
 from hypothesis import given, strategies as st
 
-from infinity.gpt2.duration import (
+from gpt2.duration import (
     JOB_SECONDS,
     MAX_PASSES,
     MEASURED_STEPS,

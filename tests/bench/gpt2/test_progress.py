@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from infinity.gpt2.meter import StepRecord
-from infinity.gpt2.progress import Progress
+from gpt2.meter import StepRecord
+from gpt2.progress import Progress
 
 
 def record(step: int, seconds: float = 0.5) -> StepRecord:

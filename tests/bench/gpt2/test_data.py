@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from infinity.gpt2.data import Bytes, DataError, TokenDataset, load_corpus, to_text, to_tokens
+from gpt2.data import Bytes, DataError, TokenDataset, load_corpus, to_text, to_tokens
 
 
 def write(root: Path, files: dict[str, bytes]) -> Path:

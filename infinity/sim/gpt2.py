@@ -1,11 +1,10 @@
-"""GPT-2, the model that the benchmarks train: the mathematics and parameter names of `transformers`' GPT-2, no dropout.
+"""GPT-2 without dropout, which `infinity plan` plans by default: the mathematics and parameter names of `transformers`.
 
-Nothing here knows the engine. Linear weights are (out, in) as in `nn.Linear`; `from_transformers` converts.
+Linear weights are (out, in) as in `nn.Linear`.
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 """
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -154,47 +153,3 @@ class GPT2(nn.Module):
                 x = block(x)
         logits: Tensor = self.lm_head(self.ln_f(x))
         return logits if targets is None else token_cross_entropy(logits, targets)
-
-
-@torch.no_grad()
-def generate(
-    model: Callable[[Tensor], Tensor],
-    ids: Tensor,
-    max_new_tokens: int,
-    *,
-    seq_length: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """`ids` (B, T) followed by `max_new_tokens` sampled ones: (B, T + max_new_tokens).
-
-    `model` maps (B, T) to logits (B, T, V): a `GPT2`, or an engine around one. It sees the last `seq_length` tokens.
-    `temperature` 0 takes the likeliest token; `top_k` samples from the k likeliest only.
-    """
-    for _ in range(max_new_tokens):
-        logits = model(ids[:, -seq_length:])[:, -1].float()
-        if temperature == 0.0:
-            following = logits.argmax(-1, keepdim=True)
-        else:
-            if top_k is not None:
-                kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-                logits = logits.masked_fill(logits < kth, -math.inf)
-            following = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-        ids = torch.cat((ids, following), dim=1)
-    return ids
-
-
-def from_transformers(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of `transformers.GPT2LMHeadModel` with this module's names and (out, in) weights.
-
-    `load_state_dict` takes it for a tied and for an untied model. The weights are views of the given ones.
-    """
-    converted = {}
-    for name, tensor in state_dict.items():
-        name = name.removeprefix("transformer.")
-        if name.endswith((".attn.bias", ".attn.masked_bias")):  # causal masks that old versions stored
-            continue
-        is_conv1d = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
-        converted[name] = tensor.t() if is_conv1d else tensor
-    return converted

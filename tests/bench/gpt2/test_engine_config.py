@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from gpt2.duration import MIN_STEPS
+from gpt2.engine_config import _precision, engine_config, scheduled_steps
+from gpt2.options import BATCH_SIZE, JobOptions
 from infinity.errors import ConfigError
-from infinity.gpt2.duration import MIN_STEPS
-from infinity.gpt2.engine_config import _precision, engine_config, scheduled_steps
-from infinity.gpt2.options import BATCH_SIZE, JobOptions
 
 
 def written(folder: Path, **changes: Any) -> str:

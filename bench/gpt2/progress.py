@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from infinity.gpt2.meter import StepRecord
+from gpt2.meter import StepRecord
 from infinity.observe.units import show_seconds
 
 RECENT = 20

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from gpt2.duration import process_seconds
+from gpt2.job import run, steps_of
+from gpt2.options import JobOptions
 from infinity.errors import ConfigError, StorageError
-from infinity.gpt2.duration import process_seconds
-from infinity.gpt2.job import run, steps_of
-from infinity.gpt2.model import GPT2Config
-from infinity.gpt2.options import JobOptions
+from infinity.sim.gpt2 import GPT2Config
 
 
 def options(folder: Path, **changes: Any) -> JobOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,10 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from infinity.engine.training import TrainingEngine
-from infinity.errors import ConfigError
-from infinity.gpt2.data import Corpus, TokenDataset, to_text, to_tokens
-from infinity.gpt2.duration import (
+from gpt2.data import Corpus, TokenDataset, to_text, to_tokens
+from gpt2.duration import (
     MEASURED_STEPS,
     Costs,
     choose_steps,
@@ -22,9 +21,11 @@ from infinity.gpt2.duration import (
     show_choice,
     step_seconds,
 )
-from infinity.gpt2.meter import Meter, StepRecord
-from infinity.gpt2.model import GPT2Config, generate
-from infinity.gpt2.progress import Progress
+from gpt2.meter import Meter, StepRecord
+from gpt2.progress import Progress
+from infinity.engine.training import TrainingEngine
+from infinity.errors import ConfigError
+from infinity.sim.gpt2 import GPT2Config
 
 
 @dataclass(frozen=True)
@@ -222,3 +223,32 @@ class Pretraining:
         if self.world > 1:
             dist.broadcast(shared, src=0)
         return int(shared.item())
+
+
+@torch.no_grad()
+def generate(
+    model: Callable[[Tensor], Tensor],
+    ids: Tensor,
+    max_new_tokens: int,
+    *,
+    seq_length: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """`ids` (B, T) followed by `max_new_tokens` sampled ones: (B, T + max_new_tokens).
+
+    `model` maps (B, T) to logits (B, T, V): a `GPT2`, or an engine around one. It sees the last `seq_length` tokens.
+    `temperature` 0 takes the likeliest token; `top_k` samples from the k likeliest only.
+    """
+    for _ in range(max_new_tokens):
+        logits = model(ids[:, -seq_length:])[:, -1].float()
+        if temperature == 0.0:
+            following = logits.argmax(-1, keepdim=True)
+        else:
+            if top_k is not None:
+                kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+                logits = logits.masked_fill(logits < kth, -math.inf)
+            following = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        ids = torch.cat((ids, following), dim=1)
+    return ids

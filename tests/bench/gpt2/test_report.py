@@ -6,8 +6,8 @@ import re
 import pytest
 from rich.console import Console
 
-from infinity.gpt2.meter import Totals
-from infinity.gpt2.report import closing_table, output_lines
+from gpt2.meter import Totals
+from gpt2.report import closing_table, output_lines
 from infinity.observe.units import show_bytes, show_count, show_seconds
 
 TOTALS = Totals(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from infinity.gpt2.meter import Totals
+from gpt2.meter import Totals
 from infinity.observe.units import show_bytes, show_count, show_seconds
 
 
