@@ -1,4 +1,4 @@
-"""Plans of the models that the ZeRO-Infinity paper fits on nodes of 16 V100 (figure 1): 1 T on one node, 32 T on 32."""
+"""Plans of large models on nodes of 16 V100, 1.5 TB of host memory and 28 TB of NVMe: 1 T on one node, 32 T on 32."""
 
 import math
 import time
@@ -13,15 +13,40 @@ from infinity.engine.optimizer import param_groups
 from infinity.plan.plan import Plan, make_plan
 from infinity.plan.policy import DeviceInfo, RankInfo, compute_dtype
 from infinity.sim.gpt2 import GPT2, GPT2Config
-from infinity.sim.paper import BYTES, NODE, NODE_GPUS, Shape, plan_as_paper
 from infinity.units.discover import discover_model, unit_size_of
 
+NODE_GPUS = 16
+NODE = {"device": NODE_GPUS * 32 * 10**9, "host": 15 * 10**11, "nvme": 28 * 10**12}
+"""Bytes of each memory of a DGX-2."""
 V100 = DeviceInfo("cuda", host_addressable=False, nbytes=NODE["device"] // NODE_GPUS)
 TILE = 1 << 30
 """Largest bytes of a tile of a linear layer in fp16."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Transformer of `layers` blocks, trained on `batch` sequences at once on each device."""
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int = 1024
+    batch: int = 1
+
+    @property
+    def checkpoints(self) -> int:
+        """Bytes of each block's input in fp16."""
+        return 2 * self.batch * self.sequence * self.hidden * self.layers
+
+    @property
+    def activation_working_memory(self) -> int:
+        """Bytes of one block's activations in fp16."""
+        return self.batch * self.sequence * (16 * self.hidden + 2 * self.heads * self.sequence)
+
+
 ONE_NODE = Shape(128, 25_600, 256, batch=2)
 MANY_NODES = Shape(621, 65_536, 512)
-"""32 T parameters as wide as the 10 T of figure 2a. One sequence a GPU: the checkpoints of 32 sequences of a node would
+"""32 T parameters. One sequence a GPU: the checkpoints of 32 sequences of a node would
 be larger than its host memory."""
 
 
@@ -113,13 +138,6 @@ def test_a_trillion_parameters_are_planned_in_seconds(trillion: Planned) -> None
     assert trillion.seconds < 10
 
 
-def test_a_trillion_parameters_fit_with_the_states_of_the_paper(trillion: Planned) -> None:
-    """20 bytes a parameter, where the engine has 16 in fp16: its gradient in fp32 is a buffer."""
-    nbytes = plan_as_paper(trillion.plan, trillion.config).peak_nbytes()["nvme"] * NODE_GPUS
-    assert BYTES * trillion.parameters <= nbytes <= BYTES * 1.01 * trillion.parameters
-    assert nbytes <= NODE["nvme"]
-
-
 def test_bf16_takes_fourteen_bytes_a_parameter() -> None:
     found = plan_on_nvme(replace(ONE_NODE, batch=1), 1, precision="bf16")
     needed = found.on_node()
@@ -140,5 +158,3 @@ def test_32_trillion_parameters_fit_32_nodes() -> None:
     assert found.parameters > 32e12
     assert all(fits(needed).values()), needed
     assert 32 * needed["nvme"] <= 16.1 * found.parameters
-    nbytes = plan_as_paper(found.plan, found.config).peak_nbytes()["nvme"] * NODE_GPUS
-    assert BYTES * found.parameters <= 32 * nbytes and nbytes <= NODE["nvme"]
