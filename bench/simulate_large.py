@@ -19,8 +19,7 @@ import torch
 
 import harness
 from infinity.config import Config
-from infinity.observe.intervals import seconds, union, within
-from infinity.observe.timeline import LANES
+from infinity.observe.timeline import LANES, seconds, union, within
 from infinity.sim.device import DeviceFacts
 from infinity.sim.gpt2 import GPT2Config
 from infinity.sim.links import Links

@@ -5,10 +5,9 @@ from __future__ import annotations
 import warnings
 
 from infinity.activations.disk import NAME, DiskRoom
-from infinity.activations.host import HostRoom
-from infinity.activations.room import Room
+from infinity.activations.room import HostRoom, Room
 from infinity.activations.store import ActivationStore
-from infinity.plan.activations import ActivationPlan
+from infinity.plan.io import ActivationPlan
 from infinity.tiers.device import Device
 from infinity.tiers.files import check_folder, open_swap_files
 from infinity.tiers.io import engine_of

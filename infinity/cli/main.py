@@ -482,9 +482,9 @@ def export(
 
     Memory holds a part of one parameter at a time. OUT appears complete or not at all.
     """
-    from infinity.cli.export import run
+    from infinity.cli.convert import run_export
 
-    run(checkpoint, out, tag, dtype, max_shard_size, config_from, verify)
+    run_export(checkpoint, out, tag, dtype, max_shard_size, config_from, verify)
 
 
 @app.command("import-deepspeed")
@@ -504,9 +504,9 @@ def import_deepspeed(
     Imports parameters, fp32 masters, moments and step counts bit for bit. Runs no code of the checkpoint. Memory holds
     a part of one parameter at a time. OUT appears complete or not at all.
     """
-    from infinity.cli.import_deepspeed import run
+    from infinity.cli.convert import run_import
 
-    run(checkpoint, out, tag, optimizer)
+    run_import(checkpoint, out, tag, optimizer)
 
 
 if __name__ == "__main__":

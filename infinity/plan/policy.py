@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from infinity.errors import ModelError
-from infinity.plan.formats import MasterFormat, StateFormat, state_format
-from infinity.plan.grad_dtypes import GradDtypes, grad_dtypes
+from infinity.plan.formats import GradDtypes, MasterFormat, StateFormat, grad_dtypes, state_format
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Placement, Policy, State
 from infinity.plan.stage import Sharding

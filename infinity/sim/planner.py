@@ -20,15 +20,14 @@ from infinity.errors import ConfigError
 from infinity.observe.timeline import LANES
 from infinity.plan.plan import Plan
 from infinity.plan.policy import compute_dtype
+from infinity.sim.advice import Wear, faster, longer, split_updates, wear_of, whole_step
 from infinity.sim.device import DeviceFacts, Times
 from infinity.sim.links import Links
 from infinity.sim.machine import Machine
 from infinity.sim.models import PlannedModel
 from infinity.sim.needs import Needs, Savings, advice, needs_of
 from infinity.sim.ranks import Ranks
-from infinity.sim.shorter import faster, split_updates, whole_step
 from infinity.sim.simulate import Simulation, simulate
-from infinity.sim.wear import Wear, longer, wear_of
 from infinity.tier_kind import TierKind
 
 if TYPE_CHECKING:

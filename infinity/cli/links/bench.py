@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import typer
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from infinity.cli.console import (
     USAGE,
@@ -29,17 +33,14 @@ from infinity.cli.console import (
 )
 from infinity.cli.drive.bench import granted
 from infinity.cli.drive.measure import OPS, Bench, Workload
-from infinity.cli.links.gathers import Gathers
 from infinity.cli.links.machine import baseline_rss, machine
-from infinity.cli.links.rates import Copies, adam, few_rows, matmul
-from infinity.cli.links.table import shown
-from infinity.cli.links.turns import Calls, Rate, measure, unsteady
+from infinity.cli.links.rates import Calls, Copies, Gathers, Rate, adam, few_rows, matmul, measure, unsteady
 from infinity.cli.paths import check_folders, check_output, file_system, note_memory_folders, write_output
 from infinity.comm.join import join_process_group
 from infinity.config import Config
-from infinity.observe.units import show_bytes
-from infinity.plan.stripe import stripe_chunk
-from infinity.sim.links import DTYPES, Links
+from infinity.observe.units import show_bytes, show_flops
+from infinity.plan.io import stripe_chunk
+from infinity.sim.links import BANDWIDTHS, DTYPES, Links
 from infinity.sizes import format_size
 from infinity.tiers.accelerator import default_device
 from infinity.tiers.device import Device
@@ -184,3 +185,41 @@ def _write(out: Path, links: Links) -> None:
     if problem := write_output("--out", out, links.to_json()):
         fail(problem)
     typer.echo(f"written to {printable(out)}", err=True)
+
+
+def shown(links: Links) -> list[RenderableType]:
+    """Return a table of the bandwidths under their names in the JSON, and the machine."""
+    machine: Mapping[str, Any] = links.facts["machine"]
+    measurement: Mapping[str, Any] = links.facts["measurement"]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    table.add_column("median", justify="right", no_wrap=True)
+    table.add_column("range", no_wrap=True)
+    table.add_column("measured on", no_wrap=True)
+    for name, rate, show in _rates(links):
+        how, ends = measurement["how"][name], [measurement[end].get(name) for end in ("lowest", "highest")]
+        if rate is None:
+            table.add_row(name, "–", "", how, style="dim")
+        else:
+            table.add_row(name, show(rate), _range(*map(show, ends)), how)
+    table.add_row("baseline_rss", show_bytes(links.baseline_rss), "", "after training one small layer")
+    folders = ", ".join(f"{path} ({kind})" for path, kind in machine["folders"].items())
+    parts = (machine["processor"], f"{machine['cores']} cores", f"torch {machine['torch']}")
+    where = f"drive: {folders}, {'direct' if machine['direct'] else 'through the page cache'}"
+    device = f"computes on: {machine['device']}"
+    return [Text(printable(", ".join(parts)), style="bold"), Text(printable(where)), Text(printable(device)), table]
+
+
+def _rates(links: Links) -> Iterator[tuple[str, float | None, Callable[[float], str]]]:
+    for name in BANDWIDTHS:
+        yield name, getattr(links, name), lambda rate: f"{show_bytes(rate)}/s"
+    for dtype, flops in links.flops.items():
+        yield f"flops.{dtype}", flops, lambda rate: f"{show_flops(rate)}/s"
+    for dtype, weights in links.weights.items():
+        yield f"weights.{dtype}", weights, lambda rate: f"{show_bytes(rate)}/s"
+
+
+def _range(low: str, high: str) -> str:
+    """("1.5 GB/s", "2.5 GB/s") -> '1.5 to 2.5'; with both units if they differ."""
+    (number, unit), (last, last_unit) = low.split(), high.split()
+    return f"{number} to {last}" if unit == last_unit else f"{low} to {high}"

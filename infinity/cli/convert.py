@@ -1,4 +1,4 @@
-"""`infinity export`: writes a checkpoint as a Hugging Face folder."""
+"""`infinity export` writes a checkpoint as a Hugging Face folder; `infinity import-deepspeed` reads DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from infinity.cli.console import USAGE, check_one_of, fail, one_line_errors, printable, progress, say, size_of
 
 
-def run(
+def run_export(
     checkpoint: Path,
     out: Path,
     tag: str | None,
@@ -40,3 +40,19 @@ def run(
         files = sorted(out.glob("*.safetensors"))
         size = sum(file.stat().st_size for file in files)
         say(f"{printable(out)}: {counted(len(files), 'file')}, {show_bytes(size)}")
+
+
+def run_import(checkpoint: Path, out: Path, tag: str | None, optimizer: str | None) -> None:
+    """Run the command; see its help."""
+    with one_line_errors():
+        from infinity.deepspeed.importer.convert import import_deepspeed
+        from infinity.observe.units import counted, show_bytes
+        from infinity.rules import RULES
+
+        if optimizer is not None:
+            check_one_of("--optimizer", optimizer, [rule.type for rule in RULES.values()])
+        with progress(shown=True) as step:
+            folder = import_deepspeed(checkpoint, out, tag=tag, optimizer=optimizer, step=step)
+        files = [file for file in folder.iterdir() if file.is_file()]
+        size = sum(file.stat().st_size for file in files)
+        say(f"{printable(folder)}: {counted(len(files), 'file')}, {show_bytes(size)}")
