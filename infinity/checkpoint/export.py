@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 
 from infinity.checkpoint.committed import open_shards
 from infinity.checkpoint.format import BUFFERS, INDEX, Index, find, key, read_index
-from infinity.checkpoint.output import appearing, check_out
+from infinity.checkpoint.saved import check_contents, check_files
 from infinity.checkpoint.tensors import WEIGHTS, WEIGHTS_INDEX, Spec, parts_of, spec_of, write_tensors
-from infinity.checkpoint.verify import check_contents, check_files
+from infinity.checkpoint.writer import appearing, check_out
 from infinity.errors import CheckpointError, UsageError
 from infinity.inputs import parse_json, read_input
 from infinity.optim.cpu_adam import split_master

@@ -21,8 +21,7 @@ from infinity.config import Config
 from infinity.observe.timeline import LANES
 from infinity.observe.units import counted, show_bytes, show_count
 from infinity.sim.gpt2 import GPT2Config
-from infinity.sim.links import Links
-from infinity.sim.machine import Machine
+from infinity.sim.machine import Links, Machine
 from infinity.sim.measured import MeasuredTimes
 from infinity.sim.models import PlannedModel, gpt2, of_transformers
 from infinity.sim.needs import KINDS, memory_name

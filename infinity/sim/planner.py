@@ -22,8 +22,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.policy import compute_dtype
 from infinity.sim.advice import Wear, faster, longer, split_updates, wear_of, whole_step
 from infinity.sim.device import DeviceFacts, Times
-from infinity.sim.links import Links
-from infinity.sim.machine import Machine
+from infinity.sim.machine import Links, Machine
 from infinity.sim.models import PlannedModel
 from infinity.sim.needs import Needs, Savings, advice, needs_of
 from infinity.sim.ranks import Ranks

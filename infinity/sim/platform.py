@@ -31,7 +31,7 @@ from infinity.sim.clock import Clock
 from infinity.sim.compute import Compute
 from infinity.sim.device import SimulatedDevice
 from infinity.sim.lanes import Drive, DriveEngine
-from infinity.sim.links import Links
+from infinity.sim.machine import Links
 from infinity.sim.ranks import Ranks, SimulatedCommunicator
 from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier

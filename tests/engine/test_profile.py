@@ -21,7 +21,7 @@ from infinity.errors import UsageError
 from infinity.interrupts import exit_on_sigterm, on_sigterm, uninterrupted
 from infinity.observe.timeline import LANES
 from infinity.sim.gpt2 import GPT2, GPT2Config
-from infinity.sim.links import Links
+from infinity.sim.machine import Links
 from infinity.sim.simulate import simulate
 from infinity.tiers.device import CpuDevice
 from support.configs import engine_config

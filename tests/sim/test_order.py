@@ -14,7 +14,7 @@ from infinity.config import Config
 from infinity.plan.policy import DeviceInfo
 from infinity.sim.device import DeviceFacts
 from infinity.sim.gpt2 import GPT2, GPT2Config
-from infinity.sim.links import Links
+from infinity.sim.machine import Links
 from infinity.sim.simulate import Simulation, simulate
 from infinity.tiers.transfer import Transfer
 from infinity.units.buffers import UnitBuffers

@@ -10,8 +10,7 @@ import pytest
 
 from infinity.sim import planner
 from infinity.sim.gpt2 import GPT2Config
-from infinity.sim.links import Links
-from infinity.sim.machine import Machine
+from infinity.sim.machine import Links, Machine
 from infinity.sim.models import gpt2
 from infinity.sim.planner import Activations, predict
 from support.configs import engine_config

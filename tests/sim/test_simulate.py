@@ -22,7 +22,7 @@ from infinity.sim import simulate as simulating
 from infinity.sim.compute import Compute
 from infinity.sim.device import DeviceFacts
 from infinity.sim.gpt2 import GPT2, GPT2Config
-from infinity.sim.links import Links
+from infinity.sim.machine import Links
 from infinity.sim.ranks import Ranks
 from infinity.sim.simulate import Simulation, simulate
 from support.configs import engine_config

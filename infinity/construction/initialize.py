@@ -1,6 +1,11 @@
-"""Applies an initialisation rule to one module, with random numbers from a seed.
+"""Initialises a module on the meta device by its model's rule, or its own `reset_parameters`, from a seed.
 
 A trial checks that modules are initialised independently, so that each rank may initialise its own shards only.
+
+Large tensors are filled with random numbers on several threads, with the same values for any number of threads. A fill
+of more than `PIECE` elements is cut into pieces, each with a generator of its own. Their seeds derive from one draw of
+torch's generator and the number of the piece, so that neither threads nor their timing matter. The code that calls for
+the fill runs on one thread, in order, and needs no knowledge of this.
 """
 
 from __future__ import annotations
@@ -8,14 +13,60 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from infinity.construction.init_rules import Rule, Rules, reset
+Rule = Callable[[nn.Module], None]
+
+
+class Rules:
+    """Maps each module of `model` to its rule.
+
+    `initialize_module(module)` of the outermost module that defines it applies to all modules below. Otherwise
+    `_init_weights` of the nearest enclosing module applies, as in transformers for nested models; otherwise the
+    module's own `reset_parameters()`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._rules: dict[nn.Module, Rule] = {}
+        self._visit(model, reset, final=False)
+
+    def _visit(self, module: nn.Module, rule: Rule, *, final: bool) -> None:
+        if module in self._rules:
+            return
+        if not final:
+            declared = _method(module, "initialize_module")
+            rule, final = declared or _method(module, "_init_weights") or rule, declared is not None
+        self._rules[module] = rule
+        for child in module.children():
+            self._visit(child, rule, final=final)
+
+    def of(self, module: nn.Module) -> Rule:
+        return self._rules[module]
+
+
+def reset(module: nn.Module) -> None:
+    """Call `reset_parameters()` of `module`, if it has one."""
+    own = _method(module, "reset_parameters")
+    if own is not None:
+        own()
+
+
+def resets(module: nn.Module) -> bool:
+    """True if `module` has a `reset_parameters()`."""
+    return _method(module, "reset_parameters") is not None
+
+
+def _method(module: nn.Module, name: str) -> Any:
+    found = getattr(module, name, None)
+    return found if callable(found) else None
 
 
 def apply_rule(rule: Rule, module: nn.Module, seed: int, others: Collection[str] = ()) -> None:
@@ -117,3 +168,51 @@ def _trial(rules: Rules, module: nn.Module) -> bytes:
 
 def _own_numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters(recurse=False))
+
+
+PIECE = 1 << 20
+"""Elements of a piece. Seeding a generator takes microseconds, a piece milliseconds."""
+
+_FILLS = {torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default}
+
+
+class ParallelDraws(TorchDispatchMode):
+    """Divides `normal_` and `uniform_` of large host tensors among the threads of `pool` in its block.
+
+    Other operators, fills with a generator of the caller's, and small or strided tensors are left to torch.
+    """
+
+    def __init__(self, pool: Executor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._pool = pool
+
+    def __torch_dispatch__(
+        self,
+        operator: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if operator not in _FILLS or not _divisible(args[0]) or (kwargs and kwargs.get("generator") is not None):
+            return operator(*args, **(kwargs or {}))
+        tensor, *bounds = args
+        seed = int(torch.randint(1 << 62, (), device="cpu"))
+        pieces = tensor.detach().view(-1).split(PIECE)
+
+        def fill(index: int) -> None:
+            # torch's generator uses 32 bits of a seed: consecutive ones differ.
+            operator(pieces[index], *bounds, generator=torch.Generator("cpu").manual_seed(seed + index))
+
+        for _ in self._pool.map(fill, range(len(pieces))):
+            pass
+        return tensor
+
+
+def _divisible(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.numel() > PIECE
+        and tensor.is_contiguous()
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and not tensor.is_inference()
+    )
