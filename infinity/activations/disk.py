@@ -1,24 +1,29 @@
 """Room on nvme: anonymous files that are added as they are needed, with the states' folders, stripes and checksums.
 
+`open_activations` opens the room of saved activations that a plan names, here or in host memory.
+
 Transfers go through page-aligned host buffers (`infinity.tiers.staging`) on every device, since tensors of torch are
 not aligned to pages.
 """
 
 from __future__ import annotations
 
+import warnings
 from bisect import bisect_left, bisect_right
 from contextlib import ExitStack
 
 import torch
 
+from infinity.activations.room import HostRoom, Room
+from infinity.activations.store import ActivationStore
 from infinity.errors import OutOfSpaceError
 from infinity.native import _aio
-from infinity.plan.io import IoPlan
+from infinity.plan.io import ActivationPlan, IoPlan
 from infinity.plan.placement import Extent, aligned
 from infinity.tier_kind import TierKind
 from infinity.tiers.device import Device
-from infinity.tiers.files import SwapFile, alignment, open_swap_files, whole
-from infinity.tiers.io import register
+from infinity.tiers.files import SwapFile, alignment, check_folder, open_swap_files, whole
+from infinity.tiers.io import engine_of, register
 from infinity.tiers.nvme import Request
 from infinity.tiers.staging import Staging
 from infinity.tiers.transfer import Transfer
@@ -197,3 +202,19 @@ class DiskRoom:
         file = self._file_of(extent)
         start = extent.offset - self._starts[file] + offset
         return self._files[file].file, start, memory.data_ptr(), whole(memory.numel(), alignment())
+
+
+def open_activations(plan: ActivationPlan | None, device: Device, rank: int) -> ActivationStore | None:
+    """Return the store of saved activations; None without a plan. Raises StorageError for a folder that takes no
+    file.
+    """
+    if plan is None:
+        return None
+    if plan.io is not None:
+        for folder in plan.io.folders:
+            check_folder(folder, "infinity.activations.nvme_path")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first real file repeats them
+            open_swap_files(plan.io.folders, 1, name=NAME).close()
+    room: Room = HostRoom(device) if plan.io is None else DiskRoom(plan.io, engine_of(plan.io), device, rank)
+    return ActivationStore(room, device, plan)

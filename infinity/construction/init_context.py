@@ -1,4 +1,11 @@
-"""Construction of models that are larger than memory: `with infinity.Init(config): model = Model(...)`."""
+"""Construction of models that are larger than memory: `with infinity.Init(config): model = Model(...)`.
+
+Parameters are spilled to files, so that memory holds only a few units. torch's hook reports each parameter that a
+module registers; the module's dict of parameters reports each use. When the recently used parameters exceed a budget,
+the least recently used are moved to a mapped file (`infinity.construction.mapped`) and their pages are dropped from
+memory. They remain ordinary tensors: code may read them, edit them in place or through `.data`, copy or tie them. So
+reports and moves affect memory only, never a result.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from infinity.activations.open import open_activations
+from infinity.activations.disk import open_activations
 from infinity.activations.store import ActivationStore
 from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group

@@ -1,4 +1,7 @@
-"""Translates a config into tiers and formats of states, and the update schedule. Pure."""
+"""Translates a config into tiers and formats of states, and the update schedule. Pure.
+
+ZeRO stages (Rajbhandari et al. 2020) say which states are sharded and which are replicated.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Machines that a plan is made for: nodes, their GPUs and bytes of each memory."""
+"""Machines that a plan is made for: nodes, their GPUs, bytes of each memory, and bandwidths.
+
+`infinity bench-links` measures bandwidths, and `infinity plan` reads them.
+"""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ def test_a_closed_store_gives_back_only_what_is_in_memory(make_store: Make) -> N
 
 
 def test_checksums_cover_activations(tmp_path: Path, small_files: None) -> None:
-    from infinity.activations.open import open_activations
+    from infinity.activations.disk import open_activations
     from infinity.config import Config
     from infinity.plan.io import plan_activations
     from infinity.tiers.device import CpuDevice
