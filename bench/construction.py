@@ -35,7 +35,7 @@ def child(args: argparse.Namespace) -> None:
 
     import infinity
     import infinity.engine.wiring as wiring_module
-    from infinity.gpt2.model import GPT2, GPT2Config
+    from infinity.sim.gpt2 import GPT2, GPT2Config
     from infinity.tiers.device import CpuDevice
 
     if args.ranks > 1:

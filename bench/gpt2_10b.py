@@ -32,6 +32,7 @@ import torch
 
 import check
 import harness
+from gpt2.data import TokenDataset, load_corpus
 from gpt2_10b_memory import Need, activation_bytes, available_bytes, enforce, needs, plan_of, table
 from gpt2_10b_smoke import deterministic, misplaced
 from gpt2_10b_steps import (
@@ -50,10 +51,9 @@ from infinity.cli.trace_file import read_trace
 from infinity.config import Config
 from infinity.engine.initialize import initialize
 from infinity.errors import ConfigError, InfinityError
-from infinity.gpt2.data import TokenDataset, load_corpus
-from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.observe.units import show_bytes, show_count
 from infinity.rules import MomentFormat
+from infinity.sim.gpt2 import GPT2, GPT2Config
 from infinity.sizes import parse_size
 from infinity.tiers.device import Device
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 import harness
-from infinity.gpt2.data import TokenDataset
-from infinity.gpt2.model import GPT2, GPT2Config
+from gpt2.data import TokenDataset
+from infinity.observe.ledger import between
 from infinity.observe.units import show_bytes
-from infinity.observe.waits import between
+from infinity.sim.gpt2 import GPT2, GPT2Config
 from infinity.tiers.accelerator import AcceleratorDevice, default_device
 from infinity.tiers.device import Device
 from infinity.tiers.transfer import Transfer

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from infinity.gpt2.data import VOCAB_SIZE
-from infinity.gpt2.model import GPT2Config
+from gpt2.data import VOCAB_SIZE
+from infinity.sim.gpt2 import GPT2Config
 
 _SIZES = {
     "num_layers": "transformer blocks",

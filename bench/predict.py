@@ -96,7 +96,7 @@ def run_engine(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     import torch
 
     import infinity
-    from infinity.gpt2.model import GPT2
+    from infinity.sim.gpt2 import GPT2
 
     shape = parts_of(kind)[0]
     with torch.device("meta"):
@@ -125,8 +125,7 @@ def run_engine(args: argparse.Namespace, kind: str) -> dict[str, Any]:
 def predict(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     """The JSON of `infinity plan --this-machine` for a run, with the bandwidths of `args.links`."""
     from infinity.config import Config
-    from infinity.sim.links import Links
-    from infinity.sim.machine import Machine
+    from infinity.sim.machine import Links, Machine
     from infinity.sim.measured import MeasuredTimes
     from infinity.sim.models import gpt2
     from infinity.sim.planner import predict as plan

@@ -16,12 +16,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from gpt2 import job
+from gpt2.duration import JOB_SECONDS, MAX_PASSES, MIN_STEPS, process_seconds
+from gpt2.options import BATCH_SIZE, PROMPTS, SAMPLE_BYTES, SHAPE, JobOptions
+from gpt2.pretraining import Evaluation
 from gpt2_flags import add_shape, positive, shape_of
 from infinity.errors import InfinityError
-from infinity.gpt2 import job
-from infinity.gpt2.duration import JOB_SECONDS, MAX_PASSES, MIN_STEPS, process_seconds
-from infinity.gpt2.options import BATCH_SIZE, PROMPTS, SAMPLE_BYTES, SHAPE, JobOptions
-from infinity.gpt2.pretraining import Evaluation
 from infinity.observe.units import show_seconds
 
 MAX_SAMPLE_BYTES = 1000

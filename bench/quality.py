@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 import harness
-from infinity.gpt2.data import load_corpus
+from gpt2.data import load_corpus
 from quality_recipe import FORMATS, Recipe
 from quality_train import Run, traffic, train
 from report.page import load, publish

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 import training
+from gpt2.data import VOCAB_SIZE
 from infinity.config import Config
-from infinity.gpt2.data import VOCAB_SIZE
-from infinity.gpt2.model import GPT2Config
 from infinity.plan.formats import MasterFormat, state_format
 from infinity.rules import MomentFormat
+from infinity.sim.gpt2 import GPT2Config
 
 
 @dataclass(frozen=True)

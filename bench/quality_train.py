@@ -14,10 +14,10 @@ from torch import Tensor
 
 import infinity
 import training
+from gpt2.data import TokenDataset, load_corpus
 from infinity.config import Config
 from infinity.engine.lr import make_scheduler
-from infinity.gpt2.data import TokenDataset, load_corpus
-from infinity.gpt2.model import GPT2
+from infinity.sim.gpt2 import GPT2
 from quality_recipe import FORMATS, Recipe
 
 MEASUREMENTS = 10

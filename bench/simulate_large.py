@@ -19,11 +19,10 @@ import torch
 
 import harness
 from infinity.config import Config
-from infinity.gpt2.model import GPT2Config
-from infinity.observe.intervals import seconds, union, within
-from infinity.observe.timeline import LANES
+from infinity.observe.timeline import LANES, seconds, union, within
 from infinity.sim.device import DeviceFacts
-from infinity.sim.links import Links
+from infinity.sim.gpt2 import GPT2Config
+from infinity.sim.machine import Links
 from infinity.sim.models import gpt2
 from infinity.sim.ranks import Ranks
 from infinity.sim.simulate import Simulation, simulate

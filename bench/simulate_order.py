@@ -33,15 +33,14 @@ import torch
 
 import harness
 from infinity.config import Config
-from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.plan import budget
 from infinity.plan.budget import spread
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.sim.device import DeviceFacts
-from infinity.sim.links import Links
-from infinity.sim.machine import Machine
+from infinity.sim.gpt2 import GPT2, GPT2Config
+from infinity.sim.machine import Links, Machine
 from infinity.sim.models import gpt2
 from infinity.sim.planner import plan_of
 from infinity.sim.simulate import Simulation, simulate

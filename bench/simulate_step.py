@@ -36,7 +36,7 @@ from gpt2_10b import SHAPE
 from gpt2_flags import add_shape, positive, shape_of
 from infinity.config import Config
 from infinity.engine.initialize import initialize
-from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.sim.gpt2 import GPT2, GPT2Config
 from infinity.tier_kind import TierKind
 from report.page import publish
 

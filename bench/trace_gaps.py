@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from frame_sampler import Frame, Sample, between
-from infinity.observe.intervals import Interval, seconds, union, within, without
+from infinity.observe.timeline import Interval, seconds, union, within, without
 from kineto import Clock, Span, Trace, direction, short
 
 LATENCY = 10.0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from infinity.gpt2.model import GPT2, GPT2Config
+    from infinity.sim.gpt2 import GPT2, GPT2Config
 
 SHAPE = ("hidden", "layers", "heads", "vocab", "sequence", "batch")
 
@@ -49,7 +49,7 @@ def add_shape(parser: argparse.ArgumentParser, **defaults: int) -> None:
 
 def gpt2_config(*, hidden: int, layers: int, heads: int, vocab: int, sequence: int, tied: bool = True) -> GPT2Config:
     """tied: the head's weight is the embedding."""
-    from infinity.gpt2.model import GPT2Config
+    from infinity.sim.gpt2 import GPT2Config
 
     return GPT2Config(
         vocab_size=vocab,
@@ -90,7 +90,7 @@ def make_gpt2(args: argparse.Namespace, device: str = "cpu", *, tied: bool = Tru
     """The GPT-2 of the flags, on `device`; `meta` holds no values."""
     import torch
 
-    from infinity.gpt2.model import GPT2
+    from infinity.sim.gpt2 import GPT2
 
     with torch.device(device):
         return GPT2(config_of(args, tied=tied))

@@ -14,7 +14,7 @@ import torch
 
 import infinity
 from infinity.cli import timeline
-from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.sim.gpt2 import GPT2, GPT2Config
 
 PICTURE = Path(__file__).parents[1] / "bench" / "results" / "timeline.png"
 SHAPE = GPT2Config(vocab_size=4096, seq_length=32, num_layers=8, hidden_size=768, num_attention_heads=12)

@@ -84,7 +84,7 @@ def test_public_names_import_no_compiler_and_no_extra() -> None:
     assert not added & COMPILERS
     assert not added & (COMMAND_LINE - {"psutil._common"})
     assert not {module.partition(".")[0] for module in added} & EXTRAS
-    assert not {module for module in added if module.startswith(("infinity.cli", "infinity.gpt2"))}
+    assert not {module for module in added if module.startswith(("infinity.cli", "infinity.sim"))}
 
 
 @pytest.mark.campaign  # builds a distribution

@@ -43,7 +43,7 @@ class Peer:
 def make_model(args: argparse.Namespace) -> Any:
     import torch
 
-    from infinity.gpt2.model import GPT2
+    from infinity.sim.gpt2 import GPT2
 
     torch.manual_seed(0)
     return GPT2(training.gpt2_of(args.shape))
@@ -86,7 +86,7 @@ class DeepSpeedLoop:
         deepspeed = importlib.import_module(module)
         import torch
 
-        from infinity.gpt2.model import GPT2
+        from infinity.sim.gpt2 import GPT2
 
         deepspeed.init_distributed("gloo")
         torch.manual_seed(0)

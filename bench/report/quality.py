@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpt2.plots import running_mean
 from harness import Result
-from infinity.gpt2.plots import running_mean
 from quality_recipe import FORMATS, Recipe
 from report.page import Report, setup, table
 from report.style import GRID, INK, MUTED, OURS, PALE, PEER, dress, new_figure, save

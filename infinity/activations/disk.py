@@ -1,28 +1,80 @@
 """Room on nvme: anonymous files that are added as they are needed, with the states' folders, stripes and checksums.
 
+`open_activations` opens the room of saved activations that a plan names, here or in host memory.
+
 Transfers go through page-aligned host buffers (`infinity.tiers.staging`) on every device, since tensors of torch are
 not aligned to pages.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import warnings
+from bisect import bisect_left, bisect_right
 from contextlib import ExitStack
 
 import torch
 
-from infinity.activations.ranges import Ranges
+from infinity.activations.room import HostRoom, Room
+from infinity.activations.store import ActivationStore
 from infinity.errors import OutOfSpaceError
 from infinity.native import _aio
-from infinity.plan.io import IoPlan
+from infinity.plan.io import ActivationPlan, IoPlan
 from infinity.plan.placement import Extent, aligned
 from infinity.tier_kind import TierKind
 from infinity.tiers.device import Device
-from infinity.tiers.files import SwapFile, alignment, open_swap_files, whole
-from infinity.tiers.io import register
+from infinity.tiers.files import SwapFile, alignment, check_folder, open_swap_files, whole
+from infinity.tiers.io import engine_of, register
 from infinity.tiers.nvme import Request
 from infinity.tiers.staging import Staging
 from infinity.tiers.transfer import Transfer
+
+
+class Ranges:
+    """Free ranges of [0, end), disjoint and never adjacent."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._starts: list[int] = []
+        """Starts of the free ranges, ascending."""
+        self._stops: dict[int, int] = {}
+        """Start → end of a free range."""
+
+    def grow(self, nbytes: int) -> int:
+        """Add `nbytes` at the end, which are not free yet. Returns where they start."""
+        start, self.end = self.end, self.end + nbytes
+        return start
+
+    def take(self, nbytes: int) -> int | None:
+        """Return the start of `nbytes` that were free: the first ones of the smallest range that holds them."""
+        fitting = [(stop - start, start) for start, stop in self._stops.items() if stop - start >= nbytes]
+        if not fitting:
+            return None
+        size, start = min(fitting)
+        self._remove(start)
+        if size > nbytes:
+            self._insert(start + nbytes, start + size)
+        return start
+
+    def free(self, start: int, nbytes: int, *, walls: tuple[int, int] | None = None) -> None:
+        """Free bytes [start, start + nbytes). walls: range within which they join free neighbours; default: all."""
+        stop = start + nbytes
+        low, high = walls or (0, self.end)
+        at = bisect_left(self._starts, start)
+        if stop < high and stop in self._stops:
+            stop = self._remove(stop)
+        if start > low and at and self._stops[before := self._starts[at - 1]] == start:
+            self._remove(before)
+            start = before
+        self._insert(start, stop)
+
+    def _insert(self, start: int, stop: int) -> None:
+        self._starts.insert(bisect_left(self._starts, start), start)
+        self._stops[start] = stop
+
+    def _remove(self, start: int) -> int:
+        del self._starts[bisect_left(self._starts, start)]
+        return self._stops.pop(start)
+
 
 NAME = "saved activations"
 _SEGMENT = 256 << 20
@@ -150,3 +202,19 @@ class DiskRoom:
         file = self._file_of(extent)
         start = extent.offset - self._starts[file] + offset
         return self._files[file].file, start, memory.data_ptr(), whole(memory.numel(), alignment())
+
+
+def open_activations(plan: ActivationPlan | None, device: Device, rank: int) -> ActivationStore | None:
+    """Return the store of saved activations; None without a plan. Raises StorageError for a folder that takes no
+    file.
+    """
+    if plan is None:
+        return None
+    if plan.io is not None:
+        for folder in plan.io.folders:
+            check_folder(folder, "infinity.activations.nvme_path")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first real file repeats them
+            open_swap_files(plan.io.folders, 1, name=NAME).close()
+    room: Room = HostRoom(device) if plan.io is None else DiskRoom(plan.io, engine_of(plan.io), device, rank)
+    return ActivationStore(room, device, plan)

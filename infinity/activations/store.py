@@ -19,7 +19,7 @@ from infinity import concurrency
 from infinity.activations.room import Room
 from infinity.activations.stored import Alias, Leftover, Stored, key_of
 from infinity.errors import UsageError
-from infinity.plan.activations import ActivationPlan
+from infinity.plan.io import ActivationPlan
 from infinity.tiers.device import Device
 from infinity.tiers.memory import return_freed_memory
 from infinity.tiers.transfer import Transfer

@@ -1,26 +1,82 @@
-"""Exports a checkpoint, part by part, as safetensors files that Hugging Face's `from_pretrained` reads."""
+"""Exports a checkpoint, part by part, as safetensors files that Hugging Face's `from_pretrained` reads.
+
+`from_pretrained(folder)` casts the weights to the dtype in config.json, so the dtype of the exported weights is written
+there. transformers 5 calls the key `dtype`, transformers 4 `torch_dtype`. Composite models nest one config per part,
+each with a dtype of its own.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from infinity.checkpoint.committed import open_shards
 from infinity.checkpoint.format import BUFFERS, INDEX, Index, find, key, read_index
-from infinity.checkpoint.hf_config import CONFIG, with_dtype
-from infinity.checkpoint.output import appearing, check_out
+from infinity.checkpoint.saved import check_contents, check_files
 from infinity.checkpoint.tensors import WEIGHTS, WEIGHTS_INDEX, Spec, parts_of, spec_of, write_tensors
-from infinity.checkpoint.verify import check_contents, check_files
+from infinity.checkpoint.writer import appearing, check_out
 from infinity.errors import CheckpointError, UsageError
+from infinity.inputs import parse_json, read_input
 from infinity.optim.cpu_adam import split_master
 from infinity.sizes import parse_size
+
+CONFIG = "config.json"
+_KEYS = ("dtype", "torch_dtype")
+
+
+def with_dtype(file: Path, dtypes: Mapping[str, torch.dtype]) -> bytes:
+    """Return the content of `file`, a config.json, with the dtype of these weights in it, encoded as UTF-8.
+
+    dtypes: name of each floating-point parameter → its dtype. Raises UsageError if `file` holds no JSON object, or if
+    the weights have several dtypes: a config names only one.
+    """
+    try:
+        config = parse_json(read_input(file))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read ({error}): pass a folder with the model's config.json") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{file} holds no JSON object: pass a folder with the model's config.json")
+    first_names: dict[torch.dtype, str] = {}
+    for name, dtype in dtypes.items():
+        first_names.setdefault(dtype, name)
+    if len(first_names) > 1:
+        examples = ", ".join(f"{name} is {_named(dtype)}" for dtype, name in first_names.items())
+        raise UsageError(
+            f"the parameters compute in several dtypes ({examples}), but {CONFIG} holds one, to which from_pretrained "
+            "casts all of them. Choose it with --dtype (dtype=), or export without --config-from (config_from=)."
+        )
+    for dtype in first_names:
+        _set(config, _named(dtype))
+        if not any(key in config for key in _KEYS):
+            config[_KEYS[0]] = _named(dtype)
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _set(config: dict[str, Any], dtype: str) -> None:
+    for name, value in config.items():
+        if name in _KEYS:
+            if value is None or isinstance(value, (str, dict)):
+                config[name] = dtype
+        elif isinstance(value, dict) and _is_config(name, value):
+            _set(value, dtype)
+
+
+def _is_config(key: str, value: dict[str, Any]) -> bool:
+    """True if `value` is the config of a part of the model. Other objects (a vocabulary) may hold such keys too."""
+    return "model_type" in value or (key.endswith("_config") and key != "quantization_config")
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _METADATA = {"format": "pt"}

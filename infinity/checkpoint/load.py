@@ -12,9 +12,8 @@ from torch import nn
 
 from infinity.checkpoint import rng
 from infinity.checkpoint.format import Index, persistent_buffers, shape_of, view
-from infinity.checkpoint.parts import ModelParts, Run
+from infinity.checkpoint.parts import ModelParts, Run, check_settings
 from infinity.checkpoint.saved import PieceOf, SavedStates
-from infinity.checkpoint.settings import check_settings
 from infinity.checkpoint.tiles import block_problem
 from infinity.comm.dtensor import is_distributed
 from infinity.errors import CheckpointError

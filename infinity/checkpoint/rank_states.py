@@ -18,9 +18,9 @@ from infinity.errors import CheckpointError, ChecksumError
 from infinity.native import _aio
 from infinity.optim.cpu_adam import join_master
 from infinity.plan.formats import MasterFormat, StateFormat, StateKind, state_format
+from infinity.plan.io import LARGEST_CHUNK, SMALLEST_CHUNK, pieces, shares
 from infinity.plan.layout import SLOT_ALIGNMENT, Slot, UnitLayout
 from infinity.plan.placement import CALLED, State
-from infinity.plan.stripe import LARGEST_CHUNK, SMALLEST_CHUNK, pieces, shares
 from infinity.rules import MomentFormat, RuleName
 from infinity.tiers.digests import PART as PART_READ, Digests, Read, digest_of
 from infinity.tiers.files import alignment, open_direct

@@ -1,12 +1,12 @@
-"""Writes the folder of a checkpoint: files go to a hidden folder, which is renamed once it is complete."""
+"""Writes folders that appear complete or not at all: files go to a hidden folder, which is renamed at the end."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +14,32 @@ import torch
 
 from infinity.checkpoint.format import INDEX, LATEST, Index
 from infinity.checkpoint.tensors import FileRecord, PiecewiseFile, Spec, write_bytes, write_tensors
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, OutOfSpaceError, UsageError
 from infinity.outputs import replacing
+
+
+def check_out(out: Path, nbytes: int) -> None:
+    """Raise UsageError if `out` exists and is not an empty folder, OutOfSpaceError if its drive lacks `nbytes`."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} already exists and is not an empty folder: pass a new path")
+    above = next(folder for folder in out.absolute().parents if folder.exists())
+    free = shutil.disk_usage(above).free
+    if nbytes > free:
+        raise OutOfSpaceError(str(above), nbytes, free, "free space, or write to another drive")
+
+
+@contextmanager
+def appearing(out: Path) -> Iterator[Path]:
+    """Yield a folder beside `out` that is renamed to `out` after the block, or removed if the block fails."""
+    partial = out.absolute().with_name(f".{out.absolute().name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        os.rename(partial, out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
 
 _FOLDER = 0o770
 """Permissions of a checkpoint's folder, less the umask: optimizer states are nobody else's to read."""

@@ -25,6 +25,9 @@ from infinity.sizes import parse_size
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 """Exit codes."""
 
+INK, MUTED, GRID = "#1f2430", "#6b7280", "#e5e7eb"
+"""Colours of pictures."""
+
 _WIDEST = 10_000
 
 Step = Callable[[float, str], None]

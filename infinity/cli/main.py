@@ -7,7 +7,6 @@ or a native module fails to load.
 from __future__ import annotations
 
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -348,13 +347,6 @@ def bench_links(
     run(path, out, seconds, size, as_json)
 
 
-class Formats(str, Enum):
-    """Formats of states that a plan counts."""
-
-    ENGINE = "engine"
-    PAPER = "paper"
-
-
 @app.command("plan")
 def plan(
     num_layers: Annotated[int | None, typer.Option(min=1, help="GPT-2: transformer blocks; by default 12.")] = None,
@@ -401,9 +393,6 @@ def plan(
     tile: Annotated[
         str | None, typer.Option(help="Largest fp32 weight of a linear layer; larger ones run in tiles.")
     ] = None,
-    formats: Annotated[
-        Formats, typer.Option(help="Formats of states; paper: the ZeRO-Infinity paper's 20 bytes a parameter.")
-    ] = Formats.ENGINE,
     this_machine: Annotated[
         bool,
         typer.Option("--this-machine", help="Plan for this machine; with --bandwidths, time operations here."),
@@ -447,7 +436,6 @@ def plan(
             nvme=nvme,
             endurance=endurance,
             tile=tile,
-            formats=formats.value,
             this_machine=this_machine,
             max_model=max_model,
             trace=trace,
@@ -494,9 +482,9 @@ def export(
 
     Memory holds a part of one parameter at a time. OUT appears complete or not at all.
     """
-    from infinity.cli.export import run
+    from infinity.cli.convert import run_export
 
-    run(checkpoint, out, tag, dtype, max_shard_size, config_from, verify)
+    run_export(checkpoint, out, tag, dtype, max_shard_size, config_from, verify)
 
 
 @app.command("import-deepspeed")
@@ -516,9 +504,9 @@ def import_deepspeed(
     Imports parameters, fp32 masters, moments and step counts bit for bit. Runs no code of the checkpoint. Memory holds
     a part of one parameter at a time. OUT appears complete or not at all.
     """
-    from infinity.cli.import_deepspeed import run
+    from infinity.cli.convert import run_import
 
-    run(checkpoint, out, tag, optimizer)
+    run_import(checkpoint, out, tag, optimizer)
 
 
 if __name__ == "__main__":

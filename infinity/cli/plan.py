@@ -18,15 +18,14 @@ from rich.text import Text
 from infinity.cli.console import FAILED, fail, one_line_errors, printable, say, say_json, size_of, warnings_as_notes
 from infinity.cli.paths import check_output, write_output
 from infinity.config import Config
-from infinity.gpt2.model import GPT2Config
 from infinity.observe.timeline import LANES
 from infinity.observe.units import counted, show_bytes, show_count
-from infinity.sim.links import Links
-from infinity.sim.machine import Machine
+from infinity.sim.gpt2 import GPT2Config
+from infinity.sim.machine import Links, Machine
 from infinity.sim.measured import MeasuredTimes
 from infinity.sim.models import PlannedModel, gpt2, of_transformers
 from infinity.sim.needs import KINDS, memory_name
-from infinity.sim.planner import Formats, Prediction, largest, predict
+from infinity.sim.planner import Prediction, largest, predict
 from infinity.sim.simulate import Simulation
 from infinity.tier_kind import TierKind
 
@@ -53,7 +52,6 @@ class Flags:
     nvme: str | None
     endurance: str | None
     tile: str | None
-    formats: Formats
     this_machine: bool
     max_model: bool
     trace: Path | None
@@ -64,11 +62,6 @@ def run(flags: Flags) -> None:
     """Print the prediction. Exits with 1 if the model does not fit."""
     with one_line_errors(), warnings_as_notes():
         timed = {"--bandwidths": flags.bandwidths, "--endurance": flags.endurance, "--trace": flags.trace}
-        if flags.formats != "engine" and any(timed.values()):
-            given = ", ".join(option for option, value in timed.items() if value)
-            fail(
-                f"--formats paper counts bytes only, since the engine does not train in its formats: leave out {given}"
-            )
         for option, value in timed.items():
             if value is not None and flags.bandwidths is None:
                 fail(f"{option} needs the seconds of a step: give --bandwidths")
@@ -86,7 +79,6 @@ def run(flags: Flags) -> None:
             links,
             _times(flags, machine, links),
             train_batch=flags.train_batch,
-            formats=flags.formats,
             endurance=endurance,
         )
         if flags.trace is not None and found.simulation is not None:
@@ -164,7 +156,7 @@ def _say_largest(flags: Flags, config: Config, machine: Machine, links: Links | 
     def make(layers: int) -> PlannedModel:
         return gpt2(replace(flags.shape, num_layers=layers), tile_bytes)
 
-    found = largest(make, config, machine, baseline, train_batch=flags.train_batch, formats=flags.formats)
+    found = largest(make, config, machine, baseline, train_batch=flags.train_batch)
     width, limits = flags.shape.hidden_size, " and ".join(map(memory_name, found.limits))
     if not found.blocks:
         fail(f"no GPT-2 of width {width} fits: one layer exceeds {limits}")
@@ -210,8 +202,6 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
             if lane != "compute" and (seconds := seen.exposed.get(lane, 0.0)) >= 0.0005 * seen.seconds:
                 yield f"  waits for {lane}: {seconds:.3g} s"
         yield from _moved(found, seen)
-    elif found.formats != "engine":
-        yield "formats of the ZeRO-Infinity paper: 20 bytes a parameter; buffers are the engine's"
     else:
         yield (
             "step time and the memory of the processes themselves are not known: measure the machine with infinity "

@@ -1,18 +1,200 @@
-"""Construction of models that are larger than memory: `with infinity.Init(config): model = Model(...)`."""
+"""Construction of models that are larger than memory: `with infinity.Init(config): model = Model(...)`.
+
+Parameters are spilled to files, so that memory holds only a few units. torch's hook reports each parameter that a
+module registers; the module's dict of parameters reports each use. When the recently used parameters exceed a budget,
+the least recently used are moved to a mapped file (`infinity.construction.mapped`) and their pages are dropped from
+memory. They remain ordinary tensors: code may read them, edit them in place or through `.data`, copy or tie them. So
+reports and moves affect memory only, never a result.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
+from collections.abc import ItemsView, Mapping, Sequence, ValuesView
+from copy import deepcopy
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 
-from infinity.construction.spill import Spill, notice
+from infinity.construction.mapped import MappedFile
+from infinity.errors import ModelError
+from infinity.tiers.memory import PAGE, return_freed_memory, storage_users
 from infinity.units.discover import UNIT_SIZE
+from infinity.units.released import is_released
 
 if TYPE_CHECKING:
     from infinity.config import Config
+
+
+def check_kept(model: nn.Module) -> None:
+    """Raise OSError if writing values of a model built under `Init` to disk failed."""
+    found = (module._parameters for module in model.modules())
+    for spill in {parameters.spill for parameters in found if isinstance(parameters, NotedParameters)}:
+        spill.check()
+
+
+def notice(spill: Spill, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Make a module that is about to register `parameter` report it and each use of its parameters to `spill`.
+
+    Raises ModelError if the parameter is neither on the cpu nor on the meta device.
+    """
+    if not is_lazy(parameter) and parameter.device.type not in ("cpu", "meta"):
+        raise ModelError(
+            f"parameter {name} of a {type(module).__name__} is built on {parameter.device}: under infinity.Init build "
+            "the model on the cpu (`with torch.device('cpu')`); infinity.initialize takes it to the device, unit by "
+            "unit"
+        )
+    if type(module._parameters) in (dict, OrderedDict):
+        module.__dict__["_parameters"] = NotedParameters(module._parameters, spill)
+
+
+class NotedParameters(dict[str, Any]):
+    """A module's `_parameters` that reports each parameter to `spill` when it is set or read."""
+
+    def __init__(self, parameters: Mapping[str, Any], spill: Spill) -> None:
+        super().__init__(parameters)
+        self.spill = spill
+
+    def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
+        super().__setitem__(name, parameter)
+        self.spill.note(parameter)
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter: nn.Parameter | None = super().__getitem__(name)
+        self.spill.note(parameter)
+        return parameter
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        """Return a view whose iteration reports each item when it is reached."""
+        return ItemsView(self)
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return ValuesView(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NotedParameters:
+        """Copy with the same `spill`, since copied modules become parts of models (`nn.TransformerEncoder`)."""
+        copied = memo[id(self)] = NotedParameters({}, self.spill)
+        for name, parameter in self.items():
+            copied[name] = deepcopy(parameter, memo)
+        return copied
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+class Spill:
+    """Keeps reported parameters within `budget` bytes of memory, and the rest in files. Thread-safe.
+
+    folders: one file is created in each. A parameter that shares its memory with other tensors stays in memory.
+    """
+
+    def __init__(self, folders: Sequence[Path], budget: int) -> None:
+        self._files = [MappedFile(folder) for folder in folders]
+        self._budget = budget
+        self._lock = threading.RLock()
+        # By id, since torch refuses to swap tensors that have weak references.
+        self._used: dict[int, _Noted] = {}
+        """id → parameter, in order of last use."""
+        self._nbytes = 0
+        """Upper bound of the memory of parameters in `_used`, in bytes."""
+        self._later: dict[int, _Noted] = {}
+        """Parameters whose move is deferred: other references to their memory exist, or another thread may use it."""
+        self._alone = storage_users(torch.empty(1, device="cpu"))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk now."""
+        return sum(file.nbytes for file in self._files)
+
+    def check(self) -> None:
+        for file in self._files:
+            file.check()
+
+    def note(self, parameter: nn.Parameter | None) -> None:
+        """Record that `parameter` is about to be used, and move others to files if the budget is exceeded."""
+        if parameter is None or is_lazy(parameter) or parameter.device.type != "cpu":
+            return
+        nbytes = parameter.numel() * parameter.element_size()
+        if nbytes < PAGE:
+            return
+        with self._lock:
+            self._forget(id(parameter))
+            self._used[id(parameter)] = _Noted(parameter, nbytes, threading.current_thread())
+            self._nbytes += nbytes
+            if self._nbytes > self._budget and not torch._C._len_torch_dispatch_stack():
+                # Independent of the caller's modes and default device: values stay unchanged, on the cpu.
+                with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+                    self._relieve()
+
+    def _forget(self, key: int) -> None:
+        self._later.pop(key, None)
+        noted = self._used.pop(key, None)
+        self._nbytes -= noted.nbytes if noted is not None else 0
+
+    def _relieve(self) -> None:
+        """Move the least recently used parameters to files, down to half of the budget. The last one stays, since it
+        is about to be used.
+        """
+        moved = 0
+        again, self._later = self._later, {}
+        for noted in again.values():
+            moved += self._let_go(noted)
+        for key, noted in list(self._used.items())[:-1]:
+            if self._nbytes <= self._budget // 2:
+                break
+            self._forget(key)
+            moved += self._let_go(noted)
+        if moved:
+            return_freed_memory()
+
+    def _let_go(self, noted: _Noted) -> bool:
+        """Move a parameter to a file if possible. Returns True if it was moved."""
+        parameter = noted.parameter
+        if is_released(parameter) or not _is_plain(parameter):
+            return False  # managed by an engine, or of a kind that cannot be moved
+        storage = parameter.untyped_storage()
+        if storage.nbytes() < PAGE or any(file.let_go(storage) for file in self._files):
+            return False
+        del storage  # `storage_users` would count it
+        if storage_users(parameter) != self._alone or noted.is_busy():
+            self._later[id(parameter)] = noted
+            return False
+        whole = torch.empty(0, dtype=torch.uint8).set_(parameter.untyped_storage())
+        kept = max(self._files, key=lambda file: file.free).store(whole)
+        place = parameter.storage_offset(), parameter.shape, parameter.stride()
+        parameter.data = torch.empty(0, dtype=parameter.dtype).set_(kept.untyped_storage(), *place)
+        return True
+
+
+class _Noted(NamedTuple):
+    """A parameter that was used, and its last user."""
+
+    parameter: nn.Parameter
+    nbytes: int
+    thread: threading.Thread
+    """Thread of the last use, which may be writing to the parameter."""
+
+    def is_busy(self) -> bool:
+        return self.thread is not threading.current_thread() and self.thread.is_alive()
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """Return whether `parameter` is an ordinary tensor in the memory of this process."""
+    value = parameter.data
+    return (
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+        and not (value.is_quantized or value.is_inference() or value.is_shared())
+    )
+
 
 _UNITS = 4
 """Number of units whose parameters may be in memory."""

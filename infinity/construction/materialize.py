@@ -17,12 +17,19 @@ import torch
 from torch import nn
 
 from infinity.comm.dtensor import is_distributed
-from infinity.construction.apply import apply_rule, aside, is_set, seeded
-from infinity.construction.draws import ParallelDraws
-from infinity.construction.init_rules import Rules, reset, resets
+from infinity.construction.initialize import (
+    ParallelDraws,
+    Rules,
+    apply_rule,
+    aside,
+    fingerprint,
+    is_set,
+    reset,
+    resets,
+    seeded,
+)
 from infinity.construction.replay import FIX, Replay, check_reproducible, name_of, stand_ins
 from infinity.construction.sources import Source, is_loaded, source_of
-from infinity.construction.trial import fingerprint
 from infinity.errors import ModelError
 from infinity.plan.layout import UnitLayout
 from infinity.units.hooks import UnitParameters

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.construction.init_rules import Rule, Rules, reset
+from infinity.construction.initialize import Rule, Rules, reset
 from infinity.errors import ModelError
 
 FIX = (

@@ -10,9 +10,9 @@ from torch import nn
 
 from infinity.comm.communicator import Communicator
 from infinity.comm.dtensor import is_distributed, local
+from infinity.construction.init_context import check_kept
 from infinity.construction.materialize import Materializer, empty_states, put, read_shard
 from infinity.construction.sources import source_of
-from infinity.construction.spill import check_kept
 from infinity.errors import RanksError
 from infinity.plan.layout import UnitLayout
 from infinity.tiers.memory import return_freed_memory

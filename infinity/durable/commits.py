@@ -17,7 +17,7 @@ from infinity.comm.side import SideChannel
 from infinity.durable.record import CHECKSUMS, Progress, Record
 from infinity.durable.run import DurableRun
 from infinity.errors import StorageError, UsageError
-from infinity.plan.durable import Durable
+from infinity.plan.io import Durable
 from infinity.tier_kind import TierKind
 from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableTier

@@ -17,7 +17,7 @@ from infinity.durable.manifest import Manifest
 from infinity.durable.record import Record, read_record
 from infinity.durable.source import states_of
 from infinity.errors import CheckpointError
-from infinity.plan.stripe import shares
+from infinity.plan.io import shares
 from infinity.tiers.open_tiers import states_in
 
 

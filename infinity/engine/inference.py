@@ -20,8 +20,7 @@ from infinity.durable.source import check_no_run, open_saved
 from infinity.engine.base import BaseEngine
 from infinity.engine.wiring import assemble, plan_model
 from infinity.errors import ModelError, UsageError
-from infinity.plan.policy import compute_dtype
-from infinity.plan.stage import Sharding
+from infinity.plan.policy import Sharding, compute_dtype
 from infinity.tiers.accelerator import default_device
 from infinity.tiers.device import Device
 from infinity.units.compiled import uncompiled

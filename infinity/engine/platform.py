@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import nn
 
-from infinity.activations.open import open_activations
+from infinity.activations.disk import open_activations
 from infinity.activations.store import ActivationStore
 from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
 from infinity.construction.materialize import check_values, make_buffers
 from infinity.construction.stream_in import move_buffers, share_buffers, stream_in
 from infinity.durable.run import DurableRun, open_run
-from infinity.plan.activations import ActivationPlan
+from infinity.plan.io import ActivationPlan
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
 from infinity.tier_kind import TierKind

@@ -39,8 +39,7 @@ from infinity.errors import LifetimeError, NonFiniteError, OutOfSpaceError, Usag
 from infinity.interrupts import uninterrupted
 from infinity.observe.clock import Phase
 from infinity.observe.log import StepLog, logger
-from infinity.plan.policy import compute_dtype
-from infinity.plan.stage import Sharding
+from infinity.plan.policy import Sharding, compute_dtype
 from infinity.rules import RULES, Hyper
 from infinity.schedule.step import Call, after_a_failed_backward, changed_during_update, unscaled_loss
 from infinity.tiers.accelerator import default_device

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.plan.grad_dtypes import GradDtypes
+from infinity.plan.formats import GradDtypes
 from infinity.plan.placement import Extent, Placement, State
 from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier

@@ -1,6 +1,6 @@
 """Records the work of an engine's lanes during a recording. Otherwise a call costs one comparison.
 
-Waits of the model's threads are counted all the time (`infinity.observe.waits`).
+Waits of the model's threads are counted all the time (`infinity.observe.ledger`).
 
 The threads that do the work call it: tiers, copies of devices, collectives, updates, gradients, saved activations, and
 the model's. Nothing waits, and no tensor is kept alive.
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from infinity.concurrency import now
+from infinity.observe.ledger import Waits
 from infinity.observe.recording import MODEL, Mark, Recording, Request, Stamp, Stamped, Timed, Wait
 from infinity.observe.timeline import Sample
-from infinity.observe.waits import Waits
 from infinity.tier_kind import TierKind
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -130,7 +130,7 @@ class Recorder:
     # -- for the model's threads -------------------------------------------------------------------------------------
 
     def wait(self, lane: str, reason: str) -> AbstractContextManager[None]:
-        """Return a context in which the model waits for work of `lane`, for a reason of `infinity.observe.waits`.
+        """Return a context in which the model waits for work of `lane`, for a reason of `infinity.observe.ledger`.
 
         Nested contexts and those of helper threads are not counted.
         """

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeAlias
 
-from infinity.observe.intervals import Interval, seconds, union, within, without
-from infinity.observe.timeline import LANES, Sample, Span, StepSpan
+from infinity.observe.timeline import LANES, Interval, Sample, Span, StepSpan, seconds, union, within, without
 
 Stamp: TypeAlias = "float | Callable[[], float | None]"
 """Seconds, or a function that returns them; None: not reached yet."""

@@ -1,14 +1,6 @@
-"""State formats: the optimizer states of a parameter, and their bytes.
+"""State formats: the optimizer states of a parameter, and their bytes; dtypes of gradients from `.grad` to the update.
 
-    parameter   infinity.master   infinity.moments   Adam, AdamW              Adagrad, Lion, SGD
-    fp32        (its own)         fp32               8 bytes a parameter      4
-    fp32        (its own)         bf16, 8bit         4, 2 + 1/128             2, 1 + 1/256
-    bf16        remainder         fp32               10, lossless             6
-    bf16        remainder         bf16, 8bit         6, 4 + 1/128             4, 3 + 1/256
-    bf16, fp16  fp32              fp32               12                       8
-    bf16, fp16  fp32              bf16, 8bit         8, 6 + 1/128             6, 5 + 1/256
-
-Pure: names, dtypes and lengths, no memory. The codes of 8-bit moments are in `infinity.optim.moments`.
+Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -131,3 +123,45 @@ def moments_in(rule: RuleName, states: Mapping[str, T]) -> tuple[list[T], list[T
     if f"{names[0]}_8bit" not in states:
         return [states[name] for name in names], []
     return [states[f"{name}_8bit"] for name in names], [states[f"{name}_scale"] for name in names]
+
+
+class GradDtypes(NamedTuple):
+    """Dtypes for the gradients of parameters of one dtype."""
+
+    collected: torch.dtype
+    """Dtype in a whole unit's buffer, where gradients arrive."""
+    reduced: torch.dtype
+    """Dtype of the sum over ranks."""
+    stored: torch.dtype
+    """Dtype of a shard in its tier, and of the sum over micro-batches there."""
+
+
+def grad_dtypes(
+    own: torch.dtype,
+    *,
+    communication: torch.dtype | None,
+    accumulation: torch.dtype,
+    summed: bool,
+    exchanged: bool,
+    whole: bool,
+) -> GradDtypes:
+    """Return the dtypes of gradients of parameters of dtype `own`.
+
+    communication, accumulation: dtypes of the sums over ranks (None: `own`) and over micro-batches. summed: gradients
+    are summed over micro-batches. exchanged: gradients are reduced over ranks. whole: gradients are summed over
+    micro-batches before they are reduced.
+
+    Only the two sums round. Without a sum over micro-batches gradients are stored in the reduced dtype. Without ranks
+    they are collected in their own dtype if the sum represents it exactly, and in the dtype of the sum otherwise, or if
+    they are summed where they are collected.
+    """
+    reduced = communication or own
+    if not summed:
+        only = reduced if exchanged else own
+        return GradDtypes(only, only, only)
+    if not exchanged:
+        leaving = own if accumulation == torch.float32 and not whole else accumulation
+        return GradDtypes(leaving, leaving, accumulation)
+    if whole:
+        return GradDtypes(accumulation, reduced, reduced)
+    return GradDtypes(reduced, reduced, accumulation)

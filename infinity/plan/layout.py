@@ -7,14 +7,47 @@ A unit is one contiguous, padded flat tensor of one dtype. Rank `r` of `world_si
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple
 
 import torch
 
-from infinity.plan.discovered import Member
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter of a unit."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of this rank's part, if tensor parallelism divides the parameter."""
+    group: int = -1
+    """Index of its param_group; -1: not trained."""
+    copies: int = 1
+    """Number of tensor-parallel ranks that hold the same values."""
+
+
+@dataclass(frozen=True)
+class DiscoveredUnit:
+    """Parameters of one dtype, all trainable or all frozen."""
+
+    name: str
+    dtype: torch.dtype
+    trainable: bool
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class Discovered:
+    """All units of a model, in the order of the module tree."""
+
+    units: tuple[DiscoveredUnit, ...]
+    held_together: frozenset[frozenset[int]] = field(default_factory=frozenset)
+    """Sets of units (indices) that nested modules hold at once."""
+    blocks: frozenset[frozenset[int]] = field(default_factory=frozenset)
+    """Units (indices) of each repeated block that contains no other."""
+
 
 # Every parameter starts at a block of 8-bit moments, which share a scale (`infinity.optim.moments.BLOCK`).
 SLOT_ALIGNMENT = 256

@@ -18,8 +18,7 @@ from enum import Enum
 
 import torch
 
-from infinity.plan.formats import StateFormat
-from infinity.plan.grad_dtypes import GradDtypes
+from infinity.plan.formats import GradDtypes, StateFormat
 from infinity.plan.layout import UnitLayout
 from infinity.tier_kind import TierKind
 

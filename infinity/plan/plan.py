@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from infinity.plan.activations import ActivationPlan, plan_activations
 from infinity.plan.budget import Budget, Faster, fill, on_device
-from infinity.plan.discovered import Discovered, DiscoveredUnit
-from infinity.plan.io import IoPlan, plan_io
-from infinity.plan.layout import NormOf, UnitLayout, layout_unit
+from infinity.plan.io import ActivationPlan, IoPlan, plan_activations, plan_io
+from infinity.plan.layout import Discovered, DiscoveredUnit, NormOf, UnitLayout, layout_unit
 from infinity.plan.placement import Placement, Policy, State, aligned, place
 from infinity.plan.policy import (
     DeviceInfo,

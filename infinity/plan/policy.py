@@ -1,4 +1,7 @@
-"""Translates a config into tiers and formats of states, and the update schedule. Pure."""
+"""Translates a config into tiers and formats of states, and the update schedule. Pure.
+
+ZeRO stages (Rajbhandari et al. 2020) say which states are sharded and which are replicated.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,36 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from infinity.errors import ModelError
-from infinity.plan.formats import MasterFormat, StateFormat, state_format
-from infinity.plan.grad_dtypes import GradDtypes, grad_dtypes
+from infinity.plan.formats import GradDtypes, MasterFormat, StateFormat, grad_dtypes, state_format
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Placement, Policy, State
-from infinity.plan.stage import Sharding
 from infinity.rules import MomentFormat, RuleName
 from infinity.tier_kind import TierKind
 
 if TYPE_CHECKING:
     from infinity.config import Config
+
+
+Stage = Literal[0, 1, 2, 3]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """True for each kind of state that is sharded over ranks: optimizer states, accumulated gradients, parameters.
+
+    Replicated states are in device memory: parameters stay there from step to step, gradients from the first
+    micro-batch of a step to the last.
+    """
+
+    optim: bool
+    grads: bool
+    params: bool
+
+    @classmethod
+    def of(cls, stage: Stage) -> Sharding:
+        """Stage 0: plain data parallelism. 1: optimizer states are sharded. 2: gradients too. 3: parameters too."""
+        return cls(stage >= 1, stage >= 2, stage >= 3)
+
 
 UpdatedIn = Literal["buffer", "tier", "staging"]
 """Memory in which parameters are updated: the unit's buffer on the device; their extent in host memory, which is copied

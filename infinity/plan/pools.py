@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from infinity.plan.discovered import Discovered
-from infinity.plan.layout import UnitLayout
+from infinity.plan.layout import Discovered, UnitLayout
 from infinity.plan.placement import EXTENT_ALIGNMENT, Placement, Policy, State, aligned
 from infinity.plan.policy import DeviceInfo, RankInfo, updated_in
 from infinity.tier_kind import TierKind

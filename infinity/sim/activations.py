@@ -9,11 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from infinity.activations.disk import NAME, DiskRoom
-from infinity.activations.host import HostRoom
-from infinity.activations.room import Room
+from infinity.activations.room import HostRoom, Room
 from infinity.errors import ConfigError
-from infinity.plan.activations import ActivationPlan
-from infinity.plan.io import IoPlan
+from infinity.plan.io import ActivationPlan, IoPlan
 from infinity.plan.placement import Extent, aligned
 from infinity.sim.clock import Clock
 from infinity.sim.lanes import Drive, DriveEngine

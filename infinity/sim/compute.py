@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from infinity.sim.clock import Clock
 from infinity.sim.device import META, SimulatedDevice
-from infinity.sim.links import Links
+from infinity.sim.machine import Links
 from infinity.units.compiled import eager
 
 aten = torch.ops.aten

@@ -1,25 +1,152 @@
-"""Machines that a plan is made for: nodes, their GPUs and bytes of each memory."""
+"""Machines that a plan is made for: nodes, their GPUs, bytes of each memory, and bandwidths.
+
+`infinity bench-links` measures bandwidths, and `infinity plan` reads them.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from infinity.engine.budget import host_share, nvme_share
 from infinity.errors import ConfigError
-from infinity.inputs import number_of
+from infinity.inputs import number_of, parse_json, read_input
 from infinity.plan.budget import Budget
-from infinity.plan.policy import DeviceInfo, RankInfo
-from infinity.plan.stage import Sharding
+from infinity.plan.policy import DeviceInfo, RankInfo, Sharding
 from infinity.tiers.accelerator import default_device
 from infinity.tiers.available import update_processors
 
 if TYPE_CHECKING:
     from infinity.config import Config
+
+
+_LARGEST = 1 << 20
+"""Bytes of a file."""
+
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""torch's name of each dtype that models compute in → its name in the config."""
+
+BANDWIDTHS = ("nvme_read", "nvme_write", "nvme_mixed", "memory", "host_to_device", "device_to_host", "collective")
+"""Names of the bandwidths, in the order in which they are written."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bandwidths in bytes/s of one machine, and its FLOP/s. None: the hardware is absent."""
+
+    nvme_read: float | None
+    nvme_write: float | None
+    nvme_mixed: float | None
+    """Bytes read and written per second together, in equal parts at once."""
+    memory: float
+    """Bytes read and written per second by the native Adam in host memory, all processors together."""
+    host_to_device: float | None
+    device_to_host: float | None
+    """Pinned, asynchronous copies, in one direction at a time."""
+    collective: float | None
+    """Bytes of an all-gather's output per second, on each rank; None with one rank."""
+    flops: Mapping[str, float | None]
+    """torch's name of each dtype in `DTYPES` → FLOP/s of a matmul on the device that the engine computes on."""
+    baseline_rss: int
+    """Resident bytes of a process that has imported torch and trained a transformer of one small layer."""
+    weights: Mapping[str, float | None] = field(default_factory=dict)
+    """torch's name of a dtype → bytes of a weight per second in a matmul of few rows. Without it, only `flops` bounds a
+    matmul.
+    """
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """All other keys of the JSON, such as `machine`. Nothing is derived from them."""
+
+    @classmethod
+    def read(cls, file: Path) -> Links:
+        """Read a file of `infinity bench-links`. Raises ConfigError."""
+        try:
+            text = read_input(file, _LARGEST)
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be read: {error.strerror}; pass a file of infinity bench-links") from None
+        return cls.from_json(text, str(file))
+
+    @classmethod
+    def from_json(cls, text: str | bytes, name: str = "bandwidths") -> Links:
+        """Parse one JSON object. name: of the file, for errors.
+
+        A dtype that `flops` lacks is None there; its names in the config are accepted, too. Raises ConfigError with one
+        problem for each key that is missing, or whose value is of another type, negative or 0.
+        """
+        try:
+            content = parse_json(text, finite=True)
+        except ValueError as error:
+            raise ConfigError(f"{name} is not valid JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise ConfigError(f"{name} holds {_show(content)}: pass the object that infinity bench-links writes")
+        problems = tuple(_problems(content))
+        if problems:
+            raise ConfigError([f"{name}: {problem}" for problem in problems])
+        given = {key: content.pop(key) for key in _KEYS}
+        flops, weights = _by_dtype(given.pop("flops")), _by_dtype(content.pop("weights", {}))
+        return cls(**given, flops=flops, weights=weights, facts=content)
+
+    def to_json(self) -> str:
+        """Return the object that `from_json` parses, on several lines."""
+        content = {key: getattr(self, key) for key in _KEYS} | {"flops": dict(self.flops)}
+        weights = {"weights": dict(self.weights)} if self.weights else {}
+        return json.dumps({**content, **weights, **self.facts}, indent=2) + "\n"
+
+
+_KEYS = (*BANDWIDTHS, "flops", "baseline_rss")
+_ALWAYS_THERE = ("memory",)
+
+
+def _by_dtype(rates: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Return torch's name of each dtype → its rate, from rates by either name; no dtype at all stays so."""
+    return {dtype: rates.get(dtype, rates.get(short)) for dtype, short in DTYPES.items()} if rates else {}
+
+
+def _problems(content: Mapping[str, Any]) -> Iterator[str]:
+    for key in _KEYS:
+        if key not in content:
+            yield f"{key} is missing: measure it with infinity bench-links, or add it"
+        elif key == "flops":
+            yield from _rates_problems("flops", content[key], "FLOP/s")
+        elif key == "baseline_rss":
+            if not _is_number(content[key], int) or content[key] < 0:
+                yield f"baseline_rss is {_show(content[key])}: give a whole number of bytes, 0 or more"
+        elif not _is_rate(content[key], null=key not in _ALWAYS_THERE):
+            instead = "" if key in _ALWAYS_THERE else ", or null if the hardware is absent"
+            yield f"{key} is {_show(content[key])}: give bytes per second, more than 0{instead}"
+    yield from _rates_problems("weights", content.get("weights", {}), "bytes per second")
+
+
+def _rates_problems(key: str, rates: Any, unit: str) -> Iterator[str]:
+    if not isinstance(rates, dict):
+        yield f'{key} is {_show(rates)}: give an object such as {{"bfloat16": 1e12}}'
+        return
+    for dtype, rate in rates.items():
+        if dtype not in (*DTYPES, *DTYPES.values()):
+            yield f"{key}.{dtype} is not known: give {', '.join(DTYPES)}"
+        elif DTYPES.get(dtype) in rates:
+            yield f"{key} has {dtype} and {DTYPES[dtype]}, which are one dtype: remove one of them"
+        elif not _is_rate(rate):
+            yield f"{key}.{dtype} is {_show(rate)}: give {unit}, more than 0, or null if the device lacks the dtype"
+
+
+def _is_rate(value: Any, *, null: bool = True) -> bool:
+    return null if value is None else _is_number(value, int, float) and 0 < value <= sys.float_info.max
+
+
+def _is_number(value: Any, *types: type) -> bool:
+    return isinstance(value, types) and not isinstance(value, bool)
+
+
+def _show(value: Any) -> str:
+    shown = json.dumps(value)
+    return shown if len(shown) <= 40 else f"{shown[:37]}..."
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.gpt2.model import GPT2, GPT2Config, ResidualLinear
 from infinity.inputs import parse_json, read_input
 from infinity.nn.replace import tile
+from infinity.sim.gpt2 import GPT2, GPT2Config, ResidualLinear
 
 _LARGEST_CONFIG = 16 << 20
 """Bytes of a config.json. Those of classifiers hold the names of their classes."""

@@ -11,7 +11,6 @@ from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.plan.shortage import Exceeded, exceeded, smaller_buffers
 from infinity.sim.machine import Machine
-from infinity.sim.paper import STATES
 from infinity.tier_kind import TierKind
 
 KINDS = ("params", "gradients", "optimizer", "activations", "buffers")
@@ -177,6 +176,4 @@ def _held_by_budget(plan: Plan) -> bool:
 
 
 def _smaller_moments(plan: Plan) -> str:
-    if plan.policy.states(plan.units[0].dtype) is STATES:
-        return ", or --formats engine"
     return "" if plan.policy.states(plan.units[0].dtype).bytes_per_element <= 5 else ', or infinity.moments "8bit"'

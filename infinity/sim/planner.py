@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,23 +20,17 @@ from infinity.errors import ConfigError
 from infinity.observe.timeline import LANES
 from infinity.plan.plan import Plan
 from infinity.plan.policy import compute_dtype
+from infinity.sim.advice import Wear, faster, longer, split_updates, wear_of, whole_step
 from infinity.sim.device import DeviceFacts, Times
-from infinity.sim.links import Links
-from infinity.sim.machine import Machine
+from infinity.sim.machine import Links, Machine
 from infinity.sim.models import PlannedModel
 from infinity.sim.needs import Needs, Savings, advice, needs_of
-from infinity.sim.paper import plan_as_paper
 from infinity.sim.ranks import Ranks
-from infinity.sim.shorter import faster, split_updates, whole_step
 from infinity.sim.simulate import Simulation, simulate
-from infinity.sim.wear import Wear, longer, wear_of
 from infinity.tier_kind import TierKind
 
 if TYPE_CHECKING:
     from infinity.config import Config
-
-Formats = Literal["engine", "paper"]
-"""Formats of states to count: the engine's, or those of the ZeRO-Infinity paper, 20 bytes a parameter."""
 
 _MOST_SIMULATED = 32
 """Number of blocks above which activations are extrapolated in any case."""
@@ -56,7 +50,6 @@ class Prediction:
     plan: Plan
     ranks_per_node: int
     advice: list[str]
-    formats: Formats = "engine"
     simulation: Simulation | None = None
     """None: bandwidths are unknown, so there are no seconds."""
     is_measured: bool = False
@@ -102,12 +95,11 @@ def predict(
     times: Times | None = None,
     *,
     train_batch: bool = False,
-    formats: Formats = "engine",
     endurance: int | None = None,
 ) -> Prediction:
     """Predict training of the model that `make` returns.
 
-    links: of a node of the machine; None: bytes only, as with other formats than the engine's. times: of operations and
+    links: of a node of the machine; None: bytes only. times: of operations and
     kernels on the machine's host, such as `MeasuredTimes`; by default they follow from `links`. train_batch: each step
     is a call of `engine.train_batch`, in place of a loop over micro-batches. endurance: bytes that the drives of a node
     are rated for. Raises ConfigError or ModelError for a config that cannot train the model.
@@ -118,8 +110,8 @@ def predict(
     model = make()
     parameters = sum(parameter.numel() for parameter in model.module.parameters())
     simulation = None
-    if links is None or formats != "engine":
-        plan = plan_of(model, config, machine, formats)
+    if links is None:
+        plan = plan_of(model, config, machine)
         activations = _activations_of(model, config, machine, train_batch=train_batch)
     else:
         simulation = _simulated(model, config, machine, links, train_batch=train_batch, times=times)
@@ -128,10 +120,7 @@ def predict(
     savings = Savings(
         checkpoint=not model.checkpointed,
         smaller_batch=config.resolve_batch(machine.ranks).micro > 1,
-        # The engine does not train in the paper's formats, so nothing would move.
-        moved=_moved_to_nvme(make, config, machine, needs, links, times, train_batch=train_batch)
-        if formats == "engine"
-        else {},
+        moved=_moved_to_nvme(make, config, machine, needs, links, times, train_batch=train_batch),
     )
     found, wear = list(advice(plan, needs, savings)), None
     if simulation is not None and links is not None:
@@ -155,7 +144,6 @@ def predict(
         plan=plan,
         ranks_per_node=machine.ranks_per_node,
         advice=found,
-        formats=formats,
         simulation=simulation,
         is_measured=simulation is not None and times is not None,
         wear=wear,
@@ -291,13 +279,12 @@ def _activations(simulation: Simulation) -> dict[TierKind, int]:
     return {TierKind.DEVICE: simulation.working_bytes, **simulation.activations}
 
 
-def plan_of(model: PlannedModel, config: Config, machine: Machine, formats: Formats = "engine") -> Plan:
+def plan_of(model: PlannedModel, config: Config, machine: Machine) -> Plan:
     """Return a rank's plan, without a simulation."""
     config = machine.resolved(config)
     groups = param_groups(model.module, None)
     ranks, device, budget = machine.rank_info(config), machine.device_info(config), machine.budget(config)
-    plan = plan_units(model.module, config, groups, ranks, device, budget)[1]
-    return plan if formats == "engine" else plan_as_paper(plan, config)
+    return plan_units(model.module, config, groups, ranks, device, budget)[1]
 
 
 class Largest(NamedTuple):
@@ -314,14 +301,13 @@ def largest(
     baseline_rss: int,
     *,
     train_batch: bool = False,
-    formats: Formats = "engine",
 ) -> Largest:
     """Return the most blocks with which a model fits. make: blocks → model."""
     config = machine.resolved(config)
     activations = Activations(make, config, machine, train_batch=train_batch)
 
     def limits(blocks: int) -> list[TierKind]:
-        plan, saved = plan_of(make(blocks), config, machine, formats), activations.of(blocks)
+        plan, saved = plan_of(make(blocks), config, machine), activations.of(blocks)
         return needs_of(plan, machine, activations=saved, baseline_rss=baseline_rss).limits
 
     low, high, over = 0, 1, limits(1)

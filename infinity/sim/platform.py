@@ -1,9 +1,14 @@
-"""The platform of a simulated engine: ranks, tiers and kernels in virtual time, and no values."""
+"""The platform of a simulated engine: ranks, tiers and kernels in virtual time, and no values.
+
+Extents are on the meta device, and transfers take time. Kernels compute nothing, and take the time of the bytes that
+they access or a measured one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,26 +18,34 @@ from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
 from infinity.construction.stream_in import move_buffers
 from infinity.durable.run import DurableRun
-from infinity.plan.activations import ActivationPlan
+from infinity.errors import ConfigError
+from infinity.optim import cpu_adam
+from infinity.plan.io import ActivationPlan
 from infinity.plan.layout import UnitLayout
+from infinity.plan.placement import Extent
 from infinity.plan.plan import Plan
+from infinity.plan.pools import READ_AHEAD
+from infinity.rules import MomentFormat, RuleName
 from infinity.sim.activations import SimulatedRoom, open_simulated_room
 from infinity.sim.clock import Clock
 from infinity.sim.compute import Compute
 from infinity.sim.device import SimulatedDevice
-from infinity.sim.kernels import simulated_kernels
-from infinity.sim.lanes import Drive
-from infinity.sim.links import Links
+from infinity.sim.lanes import Drive, DriveEngine
+from infinity.sim.machine import Links
 from infinity.sim.ranks import Ranks, SimulatedCommunicator
-from infinity.sim.tiers import open_simulated
 from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableFiles
+from infinity.tiers.nvme import NvmeTier
+from infinity.tiers.slab import SlabTier
+from infinity.tiers.transfer import Transfer
 from infinity.units.binding import unbind
 from infinity.units.discover import UnitParameters
 from infinity.units.states import UnitStates
 from infinity.units.unit import Unit
+from infinity.update import kernels
+from infinity.update.kernels import Kernels
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -91,3 +104,106 @@ class SimulatedPlatform:
             units.append(Unit(layout, list(members.parameters), device))
             unbind(units[-1])
         return units
+
+
+_receive = partial(kernels.receive, add=False, at=0)
+_receive_add = partial(kernels.receive, add=True, at=0)
+
+
+def simulated_kernels(device: SimulatedDevice) -> Kernels:
+    """Return the kernels for states and gradients on `device` and on the host."""
+
+    def update_run(
+        states: dict[str, torch.Tensor], param: torch.Tensor, grad: torch.Tensor, *rest: Any, **more: Any
+    ) -> None:
+        # States are read and written, gradients read. Parameters beside fp32 masters are only written.
+        moved = 2 * sum(state.nbytes for state in states.values()) + grad.nbytes + param.nbytes
+        moved += 0 if "master" in states else param.nbytes
+        work("update", moved, param, kernels.update_run, states, param, grad, *rest)
+
+    def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, initial: float = 0.0, **more: Any) -> float:
+        moved = source.nbytes + (2 if add else 1) * source.numel() * target.itemsize
+        kernel = _receive_add if add else _receive
+        work("reduce", moved, target, kernel, target.flatten()[: source.numel()], source)
+        return initial + 1.0
+
+    def sum_of_squares(values: torch.Tensor, *, initial: float = 0.0, **more: Any) -> float:
+        work("reduce", values.nbytes, values, cpu_adam.sum_of_squares, values)
+        return initial + 1.0
+
+    def squares_into(out: torch.Tensor, values: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+        work("reduce", values.nbytes, values, cpu_adam.sum_of_squares, values)
+
+    def check_on_device(device_type: str, rule: RuleName, moments: MomentFormat) -> None:
+        """The native kernels exist on every simulated device."""
+
+    def work(lane: str, nbytes: int, memory: torch.Tensor, kernel: Callable[..., Any], *args: Any) -> None:
+        if device.is_host(memory):
+            device.work_on_host(lane, device.host_seconds(nbytes, kernel, *args))
+        else:
+            device.operate(0.0, nbytes)
+
+    return Kernels(update_run, receive, sum_of_squares, squares_into, check_on_device, is_exact=lambda kind: True)
+
+
+def open_simulated(plan: Plan, device: Device, clock: Clock, drive: Drive | None) -> dict[TierKind, Tier]:
+    """Return kind → tier, for the tiers that hold extents."""
+    return {
+        kind: SimulatedSlab(kind, plan, device, clock) if kind.in_memory else _nvme(plan, device, drive)
+        for kind in sorted(plan.placement.nbytes, key=lambda kind: kind.in_memory)
+    }
+
+
+class SimulatedSlab(SlabTier):
+    """The engine's slab, whose copies carry the names of extents."""
+
+    def __init__(self, kind: TierKind, plan: Plan, device: Device, clock: Clock) -> None:
+        super().__init__(kind, plan.placement.nbytes[kind], device)
+        self._clock = clock
+
+    def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
+        with self._clock.naming(extent.name):
+            return super().read(extent, destination, offset)
+
+    def fetch(self, extent: Extent, destination: torch.Tensor) -> Transfer:
+        with self._clock.naming(extent.name):
+            return super().fetch(extent, destination)
+
+    def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
+        with self._clock.naming(extent.name):
+            return super().write(extent, source, offset)
+
+
+class SimulatedNvme(NvmeTier):
+    """The engine's nvme tier over a simulated drive. It counts bytes as the native I/O engine does."""
+
+    def __init__(self, plan: Plan, device: Device, drive: Drive) -> None:
+        assert plan.io is not None
+        self._requests = DriveEngine(drive)
+        parts: Any = self._requests  # in place of a file and of the native engine
+        super().__init__(parts, plan.io.reserved, parts, device, 0, plan.buffers_of(READ_AHEAD))
+
+    @property
+    def blocks_repaired(self) -> int:
+        return 0
+
+    def release_space(self, extent: Extent) -> bool:
+        return True
+
+    def reserve_space(self, extent: Extent) -> None:
+        """Space is not limited."""
+
+    def _read(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
+        return self._requests.read(extent.name, memory.numel())
+
+    def _write(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
+        return self._requests.write(extent.name, memory.numel())
+
+
+def _nvme(plan: Plan, device: Device, drive: Drive | None) -> Tier:
+    if drive is None:
+        raise ConfigError(
+            "states are on nvme, and the bandwidths lack nvme_read or nvme_write: measure them with "
+            "infinity bench-links"
+        )
+    return SimulatedNvme(plan, device, drive)

@@ -23,8 +23,8 @@ from infinity.sim.activations import SimulatedRoom
 from infinity.sim.clock import Clock, Record
 from infinity.sim.compute import AsOnHost, Compute, fused_attention
 from infinity.sim.device import META, DeviceFacts, SimulatedAccelerator, SimulatedDevice, SimulatedHost, Times
-from infinity.sim.exposed import Boundary, exposed
-from infinity.sim.links import Links
+from infinity.sim.lanes import Boundary, exposed
+from infinity.sim.machine import Links
 from infinity.sim.platform import SimulatedPlatform
 from infinity.sim.ranks import Ranks
 from infinity.sim.threads import VirtualPrimitives

@@ -30,7 +30,7 @@ from types import TracebackType
 
 from infinity.errors import StorageError
 from infinity.native import _aio
-from infinity.plan.stripe import LARGEST_CHUNK, ranges, shares
+from infinity.plan.io import LARGEST_CHUNK, ranges, shares
 from infinity.tiers.named import check_named
 from infinity.tiers.space import FULL, Range, file_system_of, names, punch, require, reserve
 
@@ -170,7 +170,7 @@ def open_swap_files(
 ) -> SwapFile:
     """Create one logical file of `nbytes` reserved bytes, striped over an anonymous file in each folder of `paths`.
 
-    chunk: bytes of a stripe's chunk, a multiple of 64 KiB (see `infinity.plan.stripe`). name: for messages, and for
+    chunk: bytes of a stripe's chunk, a multiple of 64 KiB (see `infinity.plan.io`). name: for messages, and for
     files that cannot be anonymous. durable: open the file `member_of(name, …)` in each folder instead, with its bytes,
     or create it; it stays. holds_states: each of these has to be there with all its bytes. Bytes read as zeros until
     they are written. Warns for each folder whose file system refuses `O_DIRECT`, where I/O goes through the page

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from infinity import concurrency
-from infinity.plan.durable import Durable
+from infinity.plan.io import Durable
 
 
 @dataclass(frozen=True)

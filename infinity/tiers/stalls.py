@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from infinity.concurrency import now
+from infinity.observe.ledger import Waits
 from infinity.observe.recording import Stamp
-from infinity.observe.waits import Waits
 
 _MOST = 64
 """Number of unread waits above which those that have ended are read."""

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from infinity.comm.dtensor import local
-from infinity.plan.discovered import Discovered, DiscoveredUnit, Member
-from infinity.plan.layout import UnitLayout
+from infinity.plan.layout import Discovered, DiscoveredUnit, Member, UnitLayout
 from infinity.units.compiled import own_name, uncompiled
 from infinity.units.nesting import blocks, held_together
 

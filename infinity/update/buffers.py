@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.plan.formats import StateFormat
-from infinity.plan.grad_dtypes import GradDtypes
+from infinity.plan.formats import GradDtypes, StateFormat
 from infinity.plan.placement import Placement
 from infinity.plan.policy import UpdatedIn, updated_in
 from infinity.tier_kind import TierKind

@@ -11,7 +11,7 @@ from infinity.activations import disk
 from infinity.activations.disk import DiskRoom
 from infinity.activations.store import ActivationStore
 from infinity.config import Config
-from infinity.plan.activations import plan_activations
+from infinity.plan.io import plan_activations
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.io import engine_of
 from support.locked import locked

@@ -14,7 +14,7 @@ from activations.conftest import Make, room_config
 from infinity.activations import disk
 from infinity.activations.disk import DiskRoom
 from infinity.errors import OutOfSpaceError
-from infinity.plan.activations import plan_activations
+from infinity.plan.io import plan_activations
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import engine_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from infinity.activations.ranges import Ranges
+from infinity.activations.disk import Ranges
 
 WALL = 40
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import nn
 
 from activations.conftest import Make
-from infinity.activations.host import HostRoom
+from infinity.activations.room import HostRoom
 from infinity.activations.store import ActivationStore, SavedActivation
 from infinity.errors import LifetimeError, UsageError
 from infinity.native import _aio
@@ -306,9 +306,9 @@ def test_a_closed_store_gives_back_only_what_is_in_memory(make_store: Make) -> N
 
 
 def test_checksums_cover_activations(tmp_path: Path, small_files: None) -> None:
-    from infinity.activations.open import open_activations
+    from infinity.activations.disk import open_activations
     from infinity.config import Config
-    from infinity.plan.activations import plan_activations
+    from infinity.plan.io import plan_activations
     from infinity.tiers.device import CpuDevice
 
     section = {"device": "nvme", "nvme_path": str(tmp_path), "min_bytes": 256, "memory_bytes": 4096}

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, LifetimeError
-from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.sim.gpt2 import GPT2, GPT2Config
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.late_disk import use_late_disks

@@ -85,7 +85,7 @@ def samples() -> list[Any]:
     hook = stack("infinity/units/store.py:7 use", "infinity/units/hooks.py:3 before")
     helper = {"infinity-update": stack("infinity/update/pipeline.py:5 _run"), "other": stack("x/y.py:1 z")}
     return [
-        Sample(at(2050), {"main": stack("infinity/gpt2/model.py:1 forward")}),
+        Sample(at(2050), {"main": stack("infinity/sim/gpt2.py:1 forward")}),
         Sample(at(3200), waiting | {"autograd": hook} | helper),
         Sample(at(3300), waiting | {"autograd": hook} | helper),
         Sample(at(3400), waiting | helper),
@@ -225,7 +225,7 @@ def test_gaps_are_summed_by_the_innermost_frame_of_the_package() -> None:
     assert rows["infinity/units/store.py:7 use", "late"]["seconds"] == pytest.approx(400e-6 * 2 / 3)
     assert rows["infinity/units/store.py:7 use", "late"]["callers"] == ["infinity/units/hooks.py:3 before"]
     assert rows["infinity/engine/training.py:162 backward", "late"]["median_ms"] == pytest.approx(0.4)
-    assert rows["infinity/gpt2/model.py:1 forward", "late"]["count"] == 1
+    assert rows["infinity/sim/gpt2.py:1 forward", "late"]["count"] == 1
     assert rows["bench/trace_run.py:1 step", "queued"]["seconds"] == pytest.approx(800e-6)
     assert sum(row["seconds"] for row in rows.values()) == pytest.approx(1300e-6)
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from infinity.gpt2 import outputs
-from infinity.gpt2.duration import MEASURED_STEPS
-from infinity.gpt2.meter import MetricsFile, StepRecord
+from gpt2 import outputs
+from gpt2.duration import MEASURED_STEPS
+from gpt2.meter import MetricsFile, StepRecord
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "bench" / "pretrain_gpt2.py"

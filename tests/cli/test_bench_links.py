@@ -18,13 +18,11 @@ import torch
 
 from infinity.cli.drive.measure import Bench
 from infinity.cli.links import bench as command, rates
-from infinity.cli.links.gathers import Gathers
-from infinity.cli.links.machine import baseline_rss
-from infinity.cli.links.rates import Copies, adam, matmul
-from infinity.cli.links.turns import FEWEST_ROUNDS, ROUNDS, Calls, measure, unsteady
+from infinity.cli.links.bench import baseline_rss
+from infinity.cli.links.rates import FEWEST_ROUNDS, ROUNDS, Calls, Copies, Gathers, adam, matmul, measure, unsteady
 from infinity.cli.paths import write_output
 from infinity.errors import InfinityError, RanksError
-from infinity.sim.links import BANDWIDTHS, DTYPES, Links
+from infinity.sim.machine import BANDWIDTHS, DTYPES, Links
 from infinity.tiers.available import cache_bytes
 from infinity.tiers.device import CpuDevice
 from support.commands import refused, run

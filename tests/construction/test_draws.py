@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.construction.draws import PIECE, ParallelDraws
+from infinity.construction.initialize import PIECE, ParallelDraws
 from support.configs import engine_config
 from support.loops import open_engine
 

@@ -24,7 +24,7 @@ from torch.nn.modules import module as torch_module
 
 import infinity
 from infinity.config import Config
-from infinity.construction.spill import NotedParameters, Spill
+from infinity.construction.init_context import NotedParameters, Spill
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, ModelError, OutOfSpaceError, StorageError
 from infinity.tiers.device import CpuDevice

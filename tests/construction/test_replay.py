@@ -15,7 +15,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import ModelError
-from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.sim.gpt2 import GPT2, GPT2Config
 from support.configs import engine_config
 from support.loops import open_engine
 from support.models import Stack, seeded

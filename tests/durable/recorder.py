@@ -23,7 +23,7 @@ from infinity.durable.record import Record
 from infinity.durable.run import open_run
 from infinity.engine import platform
 from infinity.engine.training import TrainingEngine
-from infinity.plan.durable import Durable
+from infinity.plan.io import Durable
 from infinity.tiers.digests import Digests
 from infinity.tiers.durable import DurableTier
 from infinity.tiers.files import SwapFile

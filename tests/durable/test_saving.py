@@ -19,8 +19,7 @@ from durable import saving_cases as cases
 from durable.conversion_cases import WIDTH, Mixed, assert_same, config, everything, opened, train
 from infinity.checkpoint import committed
 from infinity.checkpoint.background import Saving
-from infinity.checkpoint.clone import clone_range
-from infinity.checkpoint.committed import open_shards
+from infinity.checkpoint.committed import clone_range, open_shards
 from infinity.checkpoint.export import export
 from infinity.checkpoint.format import read_index
 from infinity.checkpoint.tensors import WEIGHTS
@@ -358,7 +357,7 @@ def test_a_full_drive_is_one_error(checked: bool, tmp_path: Path, monkeypatch: p
     unmount = mount("-t", "tmpfs", "-o", "size=256k", "tmpfs", str(small))
     try:
         if not checked:
-            monkeypatch.setattr("infinity.checkpoint.write.check_space", lambda folder, nbytes: None)
+            monkeypatch.setattr("infinity.checkpoint.save.check_space", lambda folder, nbytes: None)
         with opened(str(tmp_path), 1) as engine:
             losses = train(engine, range(2))
             with pytest.raises(CheckpointError, match=r"could not be written: .*(free space|No space left)"):

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from hypothesis import given, strategies as st
 
-from infinity.plan.durable import Durable, plan_durable
+from infinity.plan.io import Durable, plan_durable
 from infinity.plan.placement import Extent, Placement, State
 from infinity.tier_kind import TierKind
 from infinity.tiers.slots import Slots

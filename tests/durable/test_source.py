@@ -24,11 +24,9 @@ from infinity.durable.source import CommittedStates
 from infinity.errors import CheckpointError
 from infinity.nn.pieces import Piece
 from infinity.optim.cpu_adam import split_master
-from infinity.plan.discovered import Member
-from infinity.plan.durable import plan_durable
-from infinity.plan.formats import MasterFormat, StateFormat, StateKind, state_format
-from infinity.plan.grad_dtypes import GradDtypes
-from infinity.plan.layout import UnitLayout, layout_unit
+from infinity.plan.formats import GradDtypes, MasterFormat, StateFormat, StateKind, state_format
+from infinity.plan.io import plan_durable
+from infinity.plan.layout import Member, UnitLayout, layout_unit
 from infinity.plan.placement import Policy, State, place, tiles
 from infinity.rules import MomentFormat
 from infinity.tier_kind import TierKind

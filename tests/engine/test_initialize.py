@@ -17,7 +17,7 @@ import infinity
 from infinity.config import Config
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, ModelError
-from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.sim.gpt2 import GPT2, GPT2Config
 from infinity.tiers.device import CpuDevice
 from infinity.units.released import is_released
 from support.configs import PLACEMENTS, engine_config

@@ -18,10 +18,10 @@ import torch
 from infinity.config import Config
 from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
-from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.interrupts import exit_on_sigterm, on_sigterm, uninterrupted
 from infinity.observe.timeline import LANES
-from infinity.sim.links import Links
+from infinity.sim.gpt2 import GPT2, GPT2Config
+from infinity.sim.machine import Links
 from infinity.sim.simulate import simulate
 from infinity.tiers.device import CpuDevice
 from support.configs import engine_config

@@ -29,8 +29,8 @@ from torch.utils.checkpoint import checkpoint
 from infinity.config import Config
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ModelError, NonFiniteError, UsageError
-from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.nn.replace import tile
+from infinity.sim.gpt2 import GPT2, GPT2Config
 from support import counter
 from support.configs import engine_config
 from support.loops import open_engine, parameters_of

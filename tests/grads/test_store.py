@@ -20,10 +20,8 @@ from torch import nn
 from infinity.comm.communicator import Communicator
 from infinity.grads.buffers import GradBuffers, Sent
 from infinity.grads.store import GradStore
-from infinity.plan.discovered import Member
-from infinity.plan.formats import state_format
-from infinity.plan.grad_dtypes import grad_dtypes
-from infinity.plan.layout import layout_unit
+from infinity.plan.formats import grad_dtypes, state_format
+from infinity.plan.layout import Member, layout_unit
 from infinity.plan.placement import Policy, State, place
 from infinity.tier_kind import TierKind
 from infinity.tiers.device import CpuDevice, Device

@@ -23,7 +23,7 @@ with atheris.instrument_imports(include=["infinity", "zipfile", "pickletools"]):
     from infinity.config.load import read_content
     from infinity.deepspeed.importer.files import read_pickle
     from infinity.errors import InfinityError
-    from infinity.sim.links import Links
+    from infinity.sim.machine import Links
 
 READERS: dict[str, tuple[Any, ...]] = {
     "json": (read_trace, read_content, Links.read),

@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 import late
 from infinity.comm.communicator import Communicator
-from infinity.plan.discovered import Member
-from infinity.plan.layout import layout_unit
+from infinity.plan.layout import Member, layout_unit
 from infinity.tiers.transfer import DONE, Transfer, issued
 from late import queued
 from late.device import LateAccelerator

@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 
-from infinity.plan.discovered import Member
-from infinity.plan.formats import state_format
-from infinity.plan.grad_dtypes import grad_dtypes
-from infinity.plan.layout import layout_unit
+from infinity.plan.formats import grad_dtypes, state_format
+from infinity.plan.layout import Member, layout_unit
 from infinity.plan.placement import Extent, Policy, State, place
 from infinity.rules import Hyper
 from infinity.tier_kind import TierKind

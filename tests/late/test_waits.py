@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.observe.ledger import REASONS
 from infinity.observe.recorder import Recorder
-from infinity.observe.waits import REASONS
 from infinity.tiers.accelerator import StreamTransfer
 from infinity.tiers.pool import Pool
 from infinity.tiers.transfer import Promise

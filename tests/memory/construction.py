@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.sim.gpt2 import GPT2, GPT2Config
 from infinity.tiers.device import CpuDevice
 from support.configs import engine_config
 

@@ -9,7 +9,7 @@ import torch
 import infinity
 from infinity.comm.communicator import Communicator
 from infinity.engine.wiring import plan_model
-from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.sim.gpt2 import GPT2, GPT2Config
 from infinity.tiers.device import CpuDevice
 from support.configs import engine_config
 

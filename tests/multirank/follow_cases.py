@@ -22,8 +22,7 @@ from infinity.comm.connections import disconnect
 from infinity.comm.groups import destroy_group, duplicate_group
 from infinity.comm.liveness.heartbeat import Heartbeat
 from infinity.errors import RanksError
-from infinity.plan.discovered import Member
-from infinity.plan.layout import UnitLayout, layout_unit
+from infinity.plan.layout import Member, UnitLayout, layout_unit
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.transfer import DONE
 from multirank.cases import SAMPLES

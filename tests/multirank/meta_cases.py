@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity.construction.materialize
-from infinity.construction.apply import apply_rule
+from infinity.construction.initialize import apply_rule
 from support.configs import engine_config
 from support.loops import open_engine
 from support.models import Stack, seeded, token_batches

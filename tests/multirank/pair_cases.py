@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from infinity.comm.communicator import Communicator
 from infinity.comm.pairs import PairwiseCollectives
-from infinity.plan.discovered import Member
-from infinity.plan.layout import layout_unit
+from infinity.plan.layout import Member, layout_unit
 from multirank.cases import SAMPLES
 from support.configs import engine_config
 from support.late_device import LateDevice

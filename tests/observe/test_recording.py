@@ -9,10 +9,20 @@ from dataclasses import dataclass
 import pytest
 
 from infinity.concurrency import now
-from infinity.observe.intervals import Interval, seconds, union, within, without
 from infinity.observe.recorder import Recorder
 from infinity.observe.recording import Mark, Recording, Request, Stamped, Wait
-from infinity.observe.timeline import LANES, Sample, Span, StepSpan, chrome_trace
+from infinity.observe.timeline import (
+    LANES,
+    Interval,
+    Sample,
+    Span,
+    StepSpan,
+    chrome_trace,
+    seconds,
+    union,
+    within,
+    without,
+)
 from support.locked import locked
 
 

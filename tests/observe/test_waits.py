@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from infinity.observe.ledger import Waited, Waits, between
 from infinity.observe.recorder import Recorder
-from infinity.observe.waits import Waited, Waits, between
 from infinity.tiers.device import CpuDevice
 from support.configs import engine_config
 from support.loops import open_engine

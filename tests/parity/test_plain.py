@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.gpt2.model import GPT2, GPT2Config
+from infinity.sim.gpt2 import GPT2, GPT2Config
 from support.configs import engine_config
 from support.loops import Batches, Result, assert_close, distance, plain, plain_bf16, trained
 from support.models import VOCABULARY, Linears, Stack, seeded, token_batches, vector_batches

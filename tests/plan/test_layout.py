@@ -8,8 +8,7 @@ from math import prod
 import torch
 from hypothesis import given, settings, strategies as st
 
-from infinity.plan.discovered import Member
-from infinity.plan.layout import SHARD_ALIGNMENT, SLOT_ALIGNMENT, UnitLayout, layout_unit, round_up
+from infinity.plan.layout import SHARD_ALIGNMENT, SLOT_ALIGNMENT, Member, UnitLayout, layout_unit, round_up
 
 SHAPES = st.lists(st.integers(0, 40), min_size=0, max_size=3).map(tuple)
 

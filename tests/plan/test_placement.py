@@ -9,10 +9,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from infinity.plan.discovered import Member
-from infinity.plan.formats import StateFormat, state_format
-from infinity.plan.grad_dtypes import GradDtypes
-from infinity.plan.layout import UnitLayout, layout_unit
+from infinity.plan.formats import GradDtypes, StateFormat, state_format
+from infinity.plan.layout import Member, UnitLayout, layout_unit
 from infinity.plan.placement import EXTENT_ALIGNMENT, Policy, State, place, tiles
 from infinity.tier_kind import TierKind
 

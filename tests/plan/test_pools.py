@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from infinity.config import Config
-from infinity.plan.discovered import Discovered, DiscoveredUnit, Member
+from infinity.plan.layout import Discovered, DiscoveredUnit, Member
 from infinity.plan.plan import lay_out
 from infinity.plan.policy import RankInfo, policy
 from infinity.plan.pools import size_classes, unit_pool

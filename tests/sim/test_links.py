@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infinity.errors import ConfigError
-from infinity.sim.links import Links
+from infinity.sim.machine import Links
 
 MACHINE = {
     "nvme_read": 3.2e9,

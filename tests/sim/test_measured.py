@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.sim import measured
 from infinity.sim.device import DeviceFacts, Times
-from infinity.sim.links import Links
+from infinity.sim.gpt2 import GPT2, GPT2Config
+from infinity.sim.machine import Links
 from infinity.sim.measured import ALL, LONGEST, PART_OF_MEMORY, MeasuredTimes
 from infinity.sim.simulate import Simulation, simulate
 from support.configs import engine_config

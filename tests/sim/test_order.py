@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.plan.policy import DeviceInfo
 from infinity.sim.device import DeviceFacts
-from infinity.sim.links import Links
+from infinity.sim.gpt2 import GPT2, GPT2Config
+from infinity.sim.machine import Links
 from infinity.sim.simulate import Simulation, simulate
 from infinity.tiers.transfer import Transfer
 from infinity.units.buffers import UnitBuffers

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from infinity.gpt2.model import GPT2Config
 from infinity.sim import planner
-from infinity.sim.links import Links
-from infinity.sim.machine import Machine
+from infinity.sim.gpt2 import GPT2Config
+from infinity.sim.machine import Links, Machine
 from infinity.sim.models import gpt2
 from infinity.sim.planner import Activations, predict
 from support.configs import engine_config

@@ -15,14 +15,14 @@ from torch import nn
 from infinity.activations.store import ActivationStore
 from infinity.activations.stored import Stored
 from infinity.errors import ConfigError
-from infinity.gpt2.model import GPT2, GPT2Config
 from infinity.nn.loss import CHUNK_ELEMENTS
 from infinity.observe.timeline import LANES
 from infinity.plan.placement import State
 from infinity.sim import simulate as simulating
 from infinity.sim.compute import Compute
 from infinity.sim.device import DeviceFacts
-from infinity.sim.links import Links
+from infinity.sim.gpt2 import GPT2, GPT2Config
+from infinity.sim.machine import Links
 from infinity.sim.ranks import Ranks
 from infinity.sim.simulate import Simulation, simulate
 from support.configs import engine_config

@@ -15,7 +15,7 @@ from infinity.sim.clock import Clock
 from infinity.sim.compute import Compute
 from infinity.sim.device import META, DeviceFacts, SimulatedAccelerator, SimulatedDevice, SimulatedHost
 from infinity.sim.lanes import Drive, DriveEngine, Ended, Stream
-from infinity.sim.links import Links
+from infinity.sim.machine import Links
 from infinity.sim.ranks import Ranks, SimulatedCommunicator
 from infinity.sim.threads import VirtualExecutor, VirtualPrimitives
 

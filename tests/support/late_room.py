@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinity.activations import open as opening
+from infinity.activations import disk
 from infinity.activations.disk import DiskRoom
 from infinity.plan.placement import Extent
 from infinity.tiers.memory import host_tensor
@@ -46,4 +46,4 @@ class HeldRoom(DiskRoom):
 
 def use_late_rooms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give engines made in this test late rooms."""
-    monkeypatch.setattr(opening, "DiskRoom", LateRoom)
+    monkeypatch.setattr(disk, "DiskRoom", LateRoom)

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from infinity.activations.disk import NAME, DiskRoom
-from infinity.activations.host import HostRoom
+from infinity.activations.room import HostRoom
 from infinity.activations.store import ActivationStore
 from infinity.config import Config
 from infinity.engine.platform import Machine
 from infinity.engine.training import TrainingEngine
 from infinity.grads.buffers import Sent
 from infinity.observe.ledger import Snapshot
-from infinity.plan.activations import ActivationPlan
+from infinity.plan.io import ActivationPlan
 from infinity.plan.placement import Extent, aligned
 from infinity.plan.plan import Plan
 from infinity.sim.simulate import Simulation

@@ -21,12 +21,10 @@ from torch import nn
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ChecksumError, StorageError, UsageError
 from infinity.native import _aio
-from infinity.plan.discovered import Member
-from infinity.plan.formats import state_format
-from infinity.plan.grad_dtypes import GradDtypes
-from infinity.plan.layout import layout_unit
+from infinity.plan.formats import GradDtypes, state_format
+from infinity.plan.io import SMALLEST_CHUNK, stripe_chunk
+from infinity.plan.layout import Member, layout_unit
 from infinity.plan.placement import EXTENT_ALIGNMENT, Extent, Policy, State, checksum_block, place, tiles
-from infinity.plan.stripe import SMALLEST_CHUNK, stripe_chunk
 from infinity.tier_kind import TierKind
 from infinity.tiers.nvme import NvmeTier
 from support.configs import PLACEMENTS, engine_config

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infinity.native import _aio
-from infinity.plan.durable import plan_durable
+from infinity.plan.io import plan_durable
 from infinity.plan.placement import Extent, Placement, State
 from infinity.tier_kind import TierKind
 from infinity.tiers import durable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinity.observe.waits import Waited
+from infinity.observe.ledger import Waited
 from infinity.tiers import stalls
 from infinity.tiers.stalls import EventClock, StreamWaits
 from support.streams import Host, Stream

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from infinity.errors import OutOfSpaceError, StorageError
-from infinity.plan.stripe import LARGEST_CHUNK, SMALLEST_CHUNK, ranges, shares, stripe_chunk
+from infinity.plan.io import LARGEST_CHUNK, SMALLEST_CHUNK, ranges, shares, stripe_chunk
 from infinity.tiers import files
 from infinity.tiers.files import SwapFile, open_swap_files
 from infinity.tiers.io import open_engine

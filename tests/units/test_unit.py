@@ -10,8 +10,7 @@ from torch import nn
 
 from infinity.errors import LifetimeError, ResidencyError, UsageError
 from infinity.observe.recorder import Recorder
-from infinity.plan.discovered import Member
-from infinity.plan.layout import layout_unit
+from infinity.plan.layout import Member, layout_unit
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Pool

@@ -32,7 +32,7 @@ from infinity.cli.drive.pattern import PAGE
 from infinity.cli.paths import check_folders, note_memory_folders
 from infinity.native import _aio
 from infinity.observe.units import show_bytes
-from infinity.plan.stripe import stripe_chunk
+from infinity.plan.io import stripe_chunk
 from infinity.sizes import format_size
 from infinity.tiers.io import ENGINES, open_engine
 

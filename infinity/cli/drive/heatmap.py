@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.gpt2.plots import GRID, HELD_OUT, INK, MUTED
+from infinity.cli.console import GRID, INK, MUTED
 from infinity.sizes import format_size
 
 _SHADES = ("#eef4fe", "#a9c6f8", "#2f6fde", "#123a86")
+_BEST = "#e4572e"
 _CELL_WIDTH, _CELL_HEIGHT = 0.78, 0.5
 """Inches."""
 
@@ -119,7 +120,7 @@ def _draw(axes: Any, figures: Mapping[tuple[int, int], float], shape: tuple[int,
 def _mark(axes: Any, row: int, column: int) -> None:
     from matplotlib.patches import Rectangle
 
-    frame = Rectangle((column + 0.03, row + 0.04), 0.94, 0.92, fill=False, edgecolor=HELD_OUT, linewidth=2.4, zorder=5)
+    frame = Rectangle((column + 0.03, row + 0.04), 0.94, 0.92, fill=False, edgecolor=_BEST, linewidth=2.4, zorder=5)
     axes.add_patch(frame)
 
 

@@ -22,11 +22,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from infinity.cli.drive.expected_bytes import Contents, WrongByte
-from infinity.cli.drive.pattern import PAGE, PERIOD
+from infinity.cli.drive.pattern import PAGE, PERIOD, Contents, WrongByte
 from infinity.errors import OutOfMemoryError
 from infinity.native import _aio
-from infinity.plan.stripe import LARGEST_CHUNK
+from infinity.plan.io import LARGEST_CHUNK
 from infinity.tiers.available import available_memory
 from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import open_engine

@@ -1,4 +1,4 @@
-"""Expected bytes at each offset of a benchmark file, without reading the file.
+"""Expected contents of a benchmark file at each offset, without reading the file, and verification of reads.
 
 The pattern is a circular buffer in which no word appears twice: byte o of the file is byte o + shift of it. Each
 generation has another shift, so a write that did not happen leaves wrong bytes. The length is a prime number of pages,
@@ -7,9 +7,13 @@ so offsets confused by blocks, chunks or powers of two give wrong bytes too.
 
 from __future__ import annotations
 
+import itertools
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
+from infinity.native import _aio
 from infinity.tiers.memory import host_tensor
 
 PAGE = 4096
@@ -48,3 +52,69 @@ class Pattern:
         """Return the expected bytes at `offset`: a view, uint8 (nbytes,)."""
         start = self.position(offset, generation)
         return self._bytes[start : start + nbytes]
+
+
+_CACHED = 1 << 16
+"""Largest number of cached checksums."""
+
+
+class WrongByte(NamedTuple):
+    offset: int
+    read: int
+    expected: int
+
+
+class Contents:
+    """Generation of each page of a file of `nbytes` bytes, which determines its contents.
+
+    Ranges in the methods begin and end at pages and have at most `longest` bytes.
+    """
+
+    def __init__(self, nbytes: int, longest: int) -> None:
+        self.pattern = Pattern(longest)
+        self.generations = np.zeros(nbytes // PAGE, dtype=np.int32)  # (pages,), generation of the last write
+        self._generation = 0
+        self._checksums: dict[tuple[int, int], int] = {}  # (position, bytes) in the pattern → checksum
+
+    def begin_generation(self) -> None:
+        """Begin a generation, whose writes differ from all earlier ones."""
+        self._generation += 1
+
+    def written(self, offset: int, nbytes: int) -> int:
+        """Record that these bytes are overwritten. Returns the address of the bytes to write."""
+        self._pages(offset, nbytes)[:] = self._generation
+        return self.pattern.address + self.pattern.position(offset, self._generation)
+
+    def checksum(self, offset: int, nbytes: int) -> int | None:
+        """Return the checksum of the expected bytes; None if pages are of different generations."""
+        pages = self._pages(offset, nbytes)
+        first = int(pages[0])
+        if (pages != first).any():
+            return None
+        key = self.pattern.position(offset, first), nbytes
+        if key not in self._checksums:
+            if len(self._checksums) >= _CACHED:
+                self._checksums.clear()
+            self._checksums[key] = _aio.checksum(self.pattern.address + key[0], nbytes)
+        return self._checksums[key]
+
+    def wrong_byte(self, offset: int, content: NDArray[np.uint8], *, exactly: bool = False) -> WrongByte | None:
+        """Return the first wrong byte of `content`, which was read at `offset`; None if all are correct.
+
+        Compares checksums, unless `exactly` is set or there is none. Checksums read half as much, without the GIL.
+        """
+        if not exactly and self.checksum(offset, len(content)) == _aio.checksum(content.ctypes.data, len(content)):
+            return None
+        pages = self._pages(offset, len(content))
+        edges = [0, *(np.flatnonzero(np.diff(pages)) + 1).tolist(), len(pages)]
+        for first, last in itertools.pairwise(edges):
+            start, part = offset + first * PAGE, content[first * PAGE : last * PAGE]
+            expected = self.pattern.expected(start, len(part), int(pages[first]))
+            if not np.array_equal(part.view(np.uint64), expected.view(np.uint64)):
+                where = int(np.argmax(part != expected))
+                return WrongByte(start + where, int(part[where]), int(expected[where]))
+        return None
+
+    def _pages(self, offset: int, nbytes: int) -> NDArray[np.int32]:
+        """Return a view of the generations of these pages."""
+        return self.generations[offset // PAGE : (offset + nbytes) // PAGE]

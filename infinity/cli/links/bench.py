@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import typer
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from infinity.cli.console import (
     USAGE,
@@ -29,20 +39,75 @@ from infinity.cli.console import (
 )
 from infinity.cli.drive.bench import granted
 from infinity.cli.drive.measure import OPS, Bench, Workload
-from infinity.cli.links.gathers import Gathers
-from infinity.cli.links.machine import baseline_rss, machine
-from infinity.cli.links.rates import Copies, adam, few_rows, matmul
-from infinity.cli.links.table import shown
-from infinity.cli.links.turns import Calls, Rate, measure, unsteady
+from infinity.cli.links.rates import Calls, Copies, Gathers, Rate, adam, few_rows, matmul, measure, unsteady
 from infinity.cli.paths import check_folders, check_output, file_system, note_memory_folders, write_output
+from infinity.cli.report import processor
 from infinity.comm.join import join_process_group
 from infinity.config import Config
-from infinity.observe.units import show_bytes
-from infinity.plan.stripe import stripe_chunk
-from infinity.sim.links import DTYPES, Links
+from infinity.errors import InfinityError
+from infinity.observe.units import show_bytes, show_flops
+from infinity.plan.io import stripe_chunk
+from infinity.sim.machine import BANDWIDTHS, DTYPES, Links
 from infinity.sizes import format_size
 from infinity.tiers.accelerator import default_device
 from infinity.tiers.device import Device
+
+_TRAINING = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+import psutil, torch, infinity
+from infinity.sim.gpt2 import GPT2, GPT2Config
+with torch.device("meta"):
+    model = GPT2(GPT2Config(vocab_size=64, seq_length=16, num_layers=1, hidden_size=64, num_attention_heads=2))
+engine, *_ = infinity.initialize(model=model, config={"train_batch_size": 1, "bf16": {"enabled": True}})
+tokens = torch.zeros(1, 16, dtype=torch.int64)
+for _ in range(2):
+    engine.backward(engine(tokens, tokens))
+    engine.step()
+print(psutil.Process().memory_info().rss)
+engine.close()
+"""
+
+
+def baseline_rss() -> int:
+    """Return the resident bytes of a new process that has imported torch and trained a transformer of one small layer.
+
+    Importing alone leaves out what training loads: torch's compiler, which a model on the meta device imports, the
+    kernels' code, such as that of attention, and the stacks of threads.
+    """
+    command = [sys.executable, "-I", "-c", _TRAINING, json.dumps(sys.path)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=_of_one_rank())
+    if ended.returncode:
+        reason = (ended.stderr.splitlines() or ["no output"])[-1]
+        raise InfinityError(f"a process that imports torch and infinity ended with {ended.returncode}: {reason}")
+    return int(ended.stdout.splitlines()[-1])
+
+
+def _of_one_rank() -> dict[str, str]:
+    """Return this process's environment without a launcher's variables, with which a process waits for other ranks."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+    return {name: value for name, value in os.environ.items() if name not in names}
+
+
+def machine(device: Device) -> dict[str, Any]:
+    """Return the facts, of JSON types."""
+    return {
+        "system": platform.platform(),
+        "processor": processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": psutil.virtual_memory().total,
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "device": device_name(device),
+    }
+
+
+def device_name(device: Device) -> str:
+    """Return the accelerator's name; "cpu" if the engine computes on the host."""
+    kind = device.torch_device
+    name = getattr(torch.get_device_module(kind), "get_device_name", None)
+    return str(name(kind)) if name is not None else str(kind)
+
 
 _SMALLEST_SIZE = 16 << 20
 _PREPARED, _MEASURED = 0.1, 0.97
@@ -184,3 +249,41 @@ def _write(out: Path, links: Links) -> None:
     if problem := write_output("--out", out, links.to_json()):
         fail(problem)
     typer.echo(f"written to {printable(out)}", err=True)
+
+
+def shown(links: Links) -> list[RenderableType]:
+    """Return a table of the bandwidths under their names in the JSON, and the machine."""
+    machine: Mapping[str, Any] = links.facts["machine"]
+    measurement: Mapping[str, Any] = links.facts["measurement"]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    table.add_column("median", justify="right", no_wrap=True)
+    table.add_column("range", no_wrap=True)
+    table.add_column("measured on", no_wrap=True)
+    for name, rate, show in _rates(links):
+        how, ends = measurement["how"][name], [measurement[end].get(name) for end in ("lowest", "highest")]
+        if rate is None:
+            table.add_row(name, "–", "", how, style="dim")
+        else:
+            table.add_row(name, show(rate), _range(*map(show, ends)), how)
+    table.add_row("baseline_rss", show_bytes(links.baseline_rss), "", "after training one small layer")
+    folders = ", ".join(f"{path} ({kind})" for path, kind in machine["folders"].items())
+    parts = (machine["processor"], f"{machine['cores']} cores", f"torch {machine['torch']}")
+    where = f"drive: {folders}, {'direct' if machine['direct'] else 'through the page cache'}"
+    device = f"computes on: {machine['device']}"
+    return [Text(printable(", ".join(parts)), style="bold"), Text(printable(where)), Text(printable(device)), table]
+
+
+def _rates(links: Links) -> Iterator[tuple[str, float | None, Callable[[float], str]]]:
+    for name in BANDWIDTHS:
+        yield name, getattr(links, name), lambda rate: f"{show_bytes(rate)}/s"
+    for dtype, flops in links.flops.items():
+        yield f"flops.{dtype}", flops, lambda rate: f"{show_flops(rate)}/s"
+    for dtype, weights in links.weights.items():
+        yield f"weights.{dtype}", weights, lambda rate: f"{show_bytes(rate)}/s"
+
+
+def _range(low: str, high: str) -> str:
+    """("1.5 GB/s", "2.5 GB/s") -> '1.5 to 2.5'; with both units if they differ."""
+    (number, unit), (last, last_unit) = low.split(), high.split()
+    return f"{number} to {last}" if unit == last_unit else f"{low} to {high}"

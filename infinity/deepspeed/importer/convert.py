@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Entry, Index, key
-from infinity.checkpoint.output import appearing, check_out
 from infinity.checkpoint.save import pack_client_state
 from infinity.checkpoint.tensors import PART, Spec
-from infinity.checkpoint.writer import Writer
+from infinity.checkpoint.writer import Writer, appearing, check_out
 from infinity.deepspeed.importer.files import Inert, PickleFile
 from infinity.deepspeed.importer.optimizer import groups_of, loss_scale_of, optimizer_of, scheduler_of
 from infinity.deepspeed.importer.states import (

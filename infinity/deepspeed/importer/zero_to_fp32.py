@@ -15,8 +15,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from infinity.checkpoint.output import appearing, check_out
 from infinity.checkpoint.tensors import WEIGHTS, WEIGHTS_INDEX, Spec, write_tensors
+from infinity.checkpoint.writer import appearing, check_out
 from infinity.deepspeed.importer.convert import read_deepspeed
 from infinity.deepspeed.importer.states import StoredState
 from infinity.errors import UsageError
