@@ -190,7 +190,8 @@ class TrainingEngine(CheckpointingEngine):
         micro-batch. The graphs of all micro-batches are then in memory, or in the tier of infinity.activations.
         Without blocks, micro-batches run one after the other. With them, the caller promises:
 
-        - Each forward calls each block once, in this order. A block takes a tensor that the one before returned.
+        - Each forward calls each block once, in this order. Each takes what the one before returned, or code in between
+          made of it, and nothing else that requires a gradient.
         - Micro-batches share nothing but parameters: no forward, and no loss_fn, changes something that another one
           reads, or leaves a global setting of the process changed while its blocks run.
         - The model draws no random numbers.

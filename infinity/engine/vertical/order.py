@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from infinity.engine.loss_check import check_scalar
 from infinity.engine.parts import EngineParts
@@ -35,10 +34,8 @@ class Forward:
         self.boundaries: list[Boundary] = []
         """The cuts in front of the blocks called so far, in the order of calls."""
         self.loss: torch.Tensor | None = None
-        self._returned: list[Any] = []
-        """The leaves that the last block has returned, until the next one is called."""
         self._refusal: ModelError | None = None
-        """An error of a check, which the model's code may catch."""
+        """The first error of a check, which the model's code may catch."""
         self._batch = batch
         self._loss_of = loss_of
         self._as_caller = parts.device.like_this_thread()
@@ -65,7 +62,7 @@ class Forward:
             self._coroutine.cancel()
         finally:
             self._scope.hand_over()
-            self.boundaries, self.loss, self._returned, self._refusal = [], None, [], None
+            self.boundaries, self.loss, self._refusal = [], None, None
 
     def run(self, number: int, last: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a block, by `call`, after a pause in front of it. number: the block's. last: number of the last one."""
@@ -74,16 +71,10 @@ class Forward:
             expected = f"blocks[{due}] was due" if due <= last else "all blocks had run"
             self._refuse(f"a forward called blocks[{number}] when {expected}, and it has to call each once, in order")
         values: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        if number and not any(value is each for value in values.values() for each in self._returned):
-            self._refuse(f"no argument of blocks[{number}] is a tensor that blocks[{number - 1}] returned")
-        self._returned = []
         values = self._pause(values)
         args = tuple(values.pop(place) for place in range(len(args)))
         output = call(*args, **values)
-        if number == last:
-            return self._pause_after(output)
-        self._returned = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        return output
+        return output if number < last else self._pause_after(output)
 
     def _pause_after(self, output: Any) -> Any:
         """Pause after the last block, so that the rest of the model is a piece of its own. Returns its output, cut."""
@@ -108,7 +99,7 @@ class Forward:
         return values
 
     def _refuse(self, reason: str) -> NoReturn:
-        self._refusal = refused(reason)
+        self._refusal = self._refusal or refused(reason)
         raise self._refusal
 
     @property

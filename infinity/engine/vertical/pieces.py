@@ -170,4 +170,6 @@ class Graph:
                     self._piece_of[node] = piece
                     pending.append(node)
                 elif known != piece:
-                    raise refused("a gradient reaches a block by another way than the next block")
+                    raise refused(
+                        "a gradient reaches a block by another way than the next block, such as a skip connection"
+                    )
