@@ -45,8 +45,8 @@ class Group:
         """The results of `case(rank, **options)` by rank.
 
         RankFailed if one raised or took longer than `timeout` seconds, with the stacks of the ranks that hang; the
-        group starts anew after that, since its ranks may wait for each other. dies: a rank whose process ends or stops in the case, for which the result is
-        None; the group starts anew after that too.
+        group starts anew after that, since its ranks may wait for each other. dies: a rank whose process ends or stops
+        in the case, for which the result is None; the group starts anew after that too.
         """
         if not self._processes:
             self._start()
