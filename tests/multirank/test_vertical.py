@@ -65,3 +65,11 @@ def test_a_refusal_on_one_rank_is_an_error_on_all(
         assert REASONS[way] in errors["first"]
         assert errors["first"].startswith("RanksError: rank 1 failed: ") != (rank in ranks)
         assert REASONS[way] in errors["second"] and errors["second"].startswith(("RanksError", "UsageError"))
+
+
+def test_a_difference_on_one_rank_is_an_error_on_all(pair: Group) -> None:
+    """`infinity.debug`, before the update."""
+    for errors in pair.run(cases.refused, way="shared", ranks=[1], step=0, timeout=45):
+        assert "differs from that of a loop over the micro-batches on rank " in errors["first"]
+        assert errors["first"].startswith("ModelError") and errors["second"].startswith("RanksError")
+        assert errors["steps"] == "0"

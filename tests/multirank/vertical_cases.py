@@ -49,6 +49,7 @@ class Deviates(Stack):
     """Breaks the promise of `blocks` in one way."""
 
     way = ""
+    seen = 0
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -60,6 +61,9 @@ class Deviates(Stack):
         first = x
         for block in blocks:
             x = block(x)
+        if self.way == "shared":
+            self.seen += 1
+            x = x * self.seen
         if self.way == "skip":
             x = x + first
         return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())

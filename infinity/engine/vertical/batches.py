@@ -123,13 +123,17 @@ class BatchTrainer:
             check_context(self._engine.module, parts)
             expected = self._expected(batches, loss_fn, random)
             forwards, held = self._forward(blocks, batches, loss_fn)
-            _check_draws(random, "forward")
+            _check_draws(random)
             losses = [forward.loss for forward in forwards if forward.loss is not None]
             self._backward(forwards, losses, held)
-            _check_draws(random, "backward")
+            if random.moved():
+                raise ModelError(
+                    "engine.train_batch(blocks=...): the backward draws random numbers, as for dropout, in another "
+                    "order than a loop. Leave blocks out: the micro-batches then run one after the other."
+                )
             losses = [loss.detach() for loss in losses]
             if expected is not None:
-                Outcome.of(self._engine.module, parts, losses).check(expected)
+                Outcome.of(self._engine.module, parts, losses).check(expected, parts.ranks)
                 self._is_compared = True
         except (ModelError, UsageError) as error:
             if random.moved():
@@ -152,7 +156,7 @@ class BatchTrainer:
         outcome = Outcome.of(engine.module, engine.parts, losses)
         engine.drop_gradients()
         buffers.restore()
-        _check_draws(random, "forward")
+        _check_draws(random)
         return outcome
 
     def _forward(
@@ -190,6 +194,6 @@ class BatchTrainer:
         step.end_pieces()
 
 
-def _check_draws(random: RandomState, where: str) -> None:
+def _check_draws(random: RandomState) -> None:
     if random.moved():
-        raise refused(f"the {where} draws random numbers, as for dropout, and in another order than a loop")
+        raise refused("the forward draws random numbers, as for dropout, in another order than a loop")

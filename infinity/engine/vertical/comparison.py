@@ -14,6 +14,7 @@ from hashlib import blake2b
 import torch
 from torch import nn
 
+from infinity.comm.communicator import Communicator
 from infinity.engine.parts import EngineParts
 from infinity.errors import ModelError
 
@@ -39,12 +40,15 @@ class Outcome:
                 found[f"the gradient of {place.name}"] = _digest(flat[place.offset : place.stop])
         return cls(found | {f"buffer {name}": _digest(buffer) for name, buffer in model.named_buffers()})
 
-    def check(self, expected: Outcome) -> None:
-        """Raise ModelError if this, of a vertical step, differs from that of a loop."""
-        for name in (*expected.digests, *self.digests):
-            if self.digests.get(name) != expected.digests.get(name):
+    def check(self, expected: Outcome, ranks: Communicator) -> None:
+        """Raise ModelError on all ranks if this, of a vertical step, differs from that of a loop on one. Collective."""
+        names = (*expected.digests, *self.digests)
+        differs = next((n for n in names if self.digests.get(n) != expected.digests.get(n)), "")
+        for rank, name in enumerate(ranks.gather(differs)):
+            if name:
+                where = "" if ranks.is_single else f" on rank {rank}"
                 raise ModelError(
-                    f"engine.train_batch(blocks=...): {name} differs from that of a loop over the micro-batches "
+                    f"engine.train_batch(blocks=...): {name} differs from that of a loop over the micro-batches{where} "
                     "(infinity.debug compares the first step). Nothing was updated. The forward changes something that "
                     "another micro-batch reads: remove that, or leave blocks out."
                 )
