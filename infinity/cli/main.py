@@ -377,7 +377,7 @@ def plan(
         Path | None, typer.Option(help="Engine's configuration; by default bf16 with all states on nvme.")
     ] = None,
     train_batch: Annotated[
-        bool, typer.Option("--train-batch", help="Steps are calls of engine.train_batch, not loops over micro-batches.")
+        bool, typer.Option("--train-batch", help="Steps are calls of engine.train_batch(blocks=...).")
     ] = False,
     bandwidths: Annotated[
         Path | None, typer.Option(help="JSON of infinity bench-links; without it, no step time.")

@@ -213,11 +213,11 @@ class Communicator:
         try:
             yield
         except BaseException as error:
-            self._give_up(error)
+            self.give_up(error)
             self.close()
             raise
 
-    def _give_up(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> None:
         """Send this rank's error to the other ranks, whose next collective raises it instead of waiting.
 
         Does nothing if all ranks have the same error or the others have left.

@@ -159,7 +159,8 @@ class Infinity(Section):
 
     debug: Switch = False
     """Expose errors in the lifetime of buffers: released buffers are filled with NaN and reused in the order of their
-    release, and pools hold no more buffers than needed."""
+    release, and pools hold no more buffers than needed. The first step of `engine.train_batch` with blocks is run as
+    a loop too, and compared bit by bit."""
 
     @field_validator("run")
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,12 @@ from torch import nn
 
 from infinity.comm.agreement.announcements import Operation
 from infinity.comm.groups import Group
-from infinity.engine.batches import BatchTrainer
 from infinity.engine.checkpointing import CheckpointingEngine
 from infinity.engine.client_scheduler import RateScheduler, ScheduleArguments
 from infinity.engine.grad_norm import GradNorm
 from infinity.engine.loss_check import LossCheck, LossReader, check_scalar
 from infinity.engine.loss_scale import LossScale
 from infinity.engine.lr import make_scheduler
-from infinity.engine.micro_batch import LossFunction
 from infinity.engine.offload import offload, reload
 from infinity.engine.optimizer import (
     ParamGroups,
@@ -34,6 +32,9 @@ from infinity.engine.platform import MACHINE, Platform
 from infinity.engine.reports import Losses, StepFacts, StepReports, monitor_of
 from infinity.engine.same_batches import FirstBatches
 from infinity.engine.tier_states import TierStates
+from infinity.engine.vertical.batches import BatchTrainer, Together
+from infinity.engine.vertical.checks import blocks_of
+from infinity.engine.vertical.draw import LossFunction, draw
 from infinity.engine.wiring import assemble, plan_model
 from infinity.errors import LifetimeError, NonFiniteError, OutOfSpaceError, UsageError
 from infinity.interrupts import uninterrupted
@@ -125,7 +126,7 @@ class TrainingEngine(CheckpointingEngine):
         self._log = StepLog(self.ledger, config.steps_per_print if ranks.is_main_rank else 0)
         self._reports = StepReports(config, self.monitor, self.ledger, seam, main=ranks.is_main_rank)
         self._called = self._reports.around(called, self.module, lambda: self.global_steps)
-        self._batches = BatchTrainer(self)
+        self._batches = BatchTrainer(self, Together(self._forwards_together, self._losses_together, self._failing))
 
     @property
     def micro_steps(self) -> int:
@@ -173,6 +174,7 @@ class TrainingEngine(CheckpointingEngine):
         batches: Iterator[Any],
         loss_fn: LossFunction | None = None,
         *,
+        blocks: Sequence[nn.Module] | None = None,
         client_state: dict[str, Any] | None = None,
     ) -> torch.Tensor:
         """Run a whole step on the next gradient_accumulation_steps micro-batches of `batches`, and return the mean of
@@ -182,15 +184,77 @@ class TrainingEngine(CheckpointingEngine):
         the only one. The loss is the output itself, its `loss`, or the first entry of a tuple; loss_fn: returns it from
         the output and the micro-batch. client_state: as of `step`.
 
-        From the second step on, the micro-batches pass a list of blocks together, so that each block's parameters are
-        fetched twice a step, for forward and for backward, instead of twice a micro-batch. The graphs of all
-        micro-batches are then in memory, or in the tier of infinity.activations. A model or a step that does not suit
-        runs in the ordinary order, and the log has the reason.
+        blocks: modules of the model, such as `model.layers`, which all micro-batches pass together, one block after the
+        other. So each block's parameters are fetched twice a step, for forward and for backward, instead of twice a
+        micro-batch. The graphs of all micro-batches are then in memory, or in the tier of infinity.activations.
+        Without blocks, micro-batches run one after the other. With them, the caller promises:
+
+        - Each forward calls each block once, in this order. Each takes what the one before returned, or code in between
+          made of it, and nothing else that requires a gradient.
+        - Micro-batches share nothing but parameters: no forward, and no loss_fn, changes something that another one
+          reads, or leaves a global setting of the process changed while its blocks run.
+        - The model draws no random numbers.
+
+        A violation that the engine detects raises ModelError before any update; infinity.debug runs the first such step
+        in both orders, and compares losses, gradients and buffers. A compiled model, tensor parallelism, hooks of
+        modules or parameters, and a context of the calling thread, such as autocast, raise UsageError. On several ranks
+        the others raise RanksError, and the engine stops. A step runs as a loop where blocks move nothing less: if all
+        parameters fit in the device's buffers, with one micro-batch, and where flops_profiler counts; the log says so.
 
         Raises UsageError, before anything is run, if the iterator ends early or within a step. After any exception the
         gradients of the step are dropped.
         """
-        return self._batches.train(batches, loss_fn, client_state)
+        self._check_open()
+        self._conclude_backward()
+        self._step.check(Call.TRAIN_BATCH)
+        declared = None if blocks is None else blocks_of(self.module, blocks)
+        drawn, before = draw(batches, self.batch.accumulation), self.global_steps
+        self._step.check(Call.TRAIN_BATCH)  # the iterator may have used the engine
+        try:
+            return self._batches.train(drawn, loss_fn, declared, client_state)
+        except BaseException:
+            if self.global_steps == before:
+                self._drop_failed_step()
+            raise
+
+    @contextmanager
+    def _forwards_together(self, batches: Sequence[Any]) -> Iterator[None]:
+        """Run the forwards of a step's micro-batches in the block, in turns."""
+        for batch in batches:
+            self._first_batches.see(batch)
+        scope = self.parts.store.scope
+        installed = scope.enter(self._hooks.check_entry)
+        try:
+            self._additions.check()
+            self._check_readable("the model was called")
+            self.parts.store.tracer.begin("vertical")
+            self._reports.begin(Phase.FORWARD)
+            yield
+            self._reports.end(Phase.FORWARD)
+        finally:
+            scope.leave(installed)
+
+    def _losses_together(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the scalars from which the backwards of a step start, checked as in `backward`."""
+        if self.config.infinity.check_nan and not self.config.scales_loss and not self._step.skips_overflows:
+            bad = [loss for loss in losses if not math.isfinite(loss.detach().item())]
+            refused = float(len(self.updates.pipeline.refused))
+            self._check_loss((bad or losses)[0], *self.ranks.totals(float(bool(bad)), refused))
+        self._loss = losses[-1].detach()
+        if self.monitor.enabled:
+            self._reports.losses += [(loss.detach(), len(losses)) for loss in losses]
+        return [self.scale(loss) for loss in losses]
+
+    def _drop_failed_step(self) -> None:
+        """Drop the gradients of a whole step that an exception cut short."""
+        if self._closed or self._broken:
+            return
+        if self._step.updated:
+            self._broken = "engine.train_batch() failed after some units had been updated with its gradients"
+        if self.parts.backward.conclude():
+            self.parts.backward.reset()
+        self.parts.store.tracer.forget()
+        self._abandon_step()
 
     @eager
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

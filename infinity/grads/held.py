@@ -35,8 +35,7 @@ class HeldGradients:
         if piece not in self._pieces.get(unit, ()):
             raise ModelError(
                 f"{name} received a gradient in another part of backward than the graph of the model shows, as in a "
-                "backward inside of a backward. Call engine.backward() and engine.step() for each micro-batch instead "
-                "of engine.train_batch()."
+                "backward inside of a backward. Leave blocks out of engine.train_batch()."
             )
         if unit not in self._shared:
             return False

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, ModelError, UsageError
 from infinity.observe.units import show_bytes
 from infinity.plan.placement import State
 from infinity.sim.needs import Needs, kept_by_auto
@@ -58,14 +58,19 @@ def faster(config: Config, simulation: Simulation, needs: Needs, *, checkpointed
 
 
 def whole_step(again: Again, config: Config, loop: Simulation) -> Iterator[str]:
-    """Yield that `engine.train_batch` is faster than the loop over micro-batches, if its simulation is and fits."""
+    """Yield that `engine.train_batch` with blocks is faster than the loop over micro-batches, if its simulation is and
+    fits. A model without such blocks, as one with dropout, gets no advice.
+    """
     exposed = sum(loop.exposed.get(lane, 0.0) for lane in _MOVES_PARAMS)
     if loop.plan.accumulation == 1 or exposed < _EXPOSED * loop.seconds:
         return
-    seen, needs = again(config, train_batch=True)
+    try:
+        seen, needs = again(config, train_batch=True)
+    except (ModelError, UsageError):
+        return
     if not seen.ordinary and not needs.limits and seen.seconds < (1 - _EXPOSED) * loop.seconds:
         yield (
-            "engine.train_batch moves parameters once a step in place of once a micro-batch: "
+            "engine.train_batch(blocks=...) moves parameters once a step in place of once a micro-batch: "
             f"{seen.seconds:.3g} s in place of {loop.seconds:.3g} s"
         )
 

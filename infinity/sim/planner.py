@@ -101,8 +101,8 @@ def predict(
 
     links: of a node of the machine; None: bytes only. times: of operations and
     kernels on the machine's host, such as `MeasuredTimes`; by default they follow from `links`. train_batch: each step
-    is a call of `engine.train_batch`, in place of a loop over micro-batches. endurance: bytes that the drives of a node
-    are rated for. Raises ConfigError or ModelError for a config that cannot train the model.
+    is a call of `engine.train_batch` with blocks, in place of a loop over micro-batches. endurance: bytes that the
+    drives of a node are rated for. Raises ConfigError or ModelError for a config that cannot train the model.
     """
     config = machine.resolved(config)
     if links is not None:
@@ -134,7 +134,7 @@ def predict(
         if wear is not None:
             found += longer(wear, partial(again, train_batch=train_batch), config, machine.ranks_per_node)
         if simulation.ordinary:
-            found.append(f"train_batch runs micro-batches one after the other, since {simulation.ordinary}")
+            found.append(f"train_batch runs as a loop, since {simulation.ordinary}")
     sequences = config.resolve_batch(machine.ranks).train
     return Prediction(
         model=model.name,
@@ -259,7 +259,7 @@ class Activations:
 
 def _activations_of(model: PlannedModel, config: Config, machine: Machine, *, train_batch: bool) -> dict[TierKind, int]:
     """Return tier → peak bytes of the model's results. `model` cannot be used afterwards."""
-    if model.with_blocks is None or train_batch:  # `train_batch` may run a shallower model in another order
+    if model.with_blocks is None or train_batch:  # a shallower model may fit in the buffers, and run as a loop
         return Activations(lambda _: model, config, machine, train_batch=train_batch).of(0)
     return Activations(model.with_blocks, config, machine).of(model.blocks)
 

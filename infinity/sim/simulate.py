@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from infinity import concurrency
 from infinity.engine.training import TrainingEngine
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, ModelError
 from infinity.nn.tiling import LinearTile
 from infinity.observe.timeline import Sample, StepSpan, chrome_trace
 from infinity.plan.plan import Plan
@@ -58,7 +58,7 @@ class Simulation:
     activation_bytes_read: int
     activation_bytes_written: int
     ordinary: str
-    """Reason why `engine.train_batch` runs micro-batches one after the other; empty if it does not."""
+    """Reason why `engine.train_batch` runs as a loop although it has blocks; empty if it does not."""
     plan: Plan
     steps: Sequence[Boundary]
     """The ends of steps, and before them the start of the first one."""
@@ -119,8 +119,8 @@ def simulate(
     those of one rank. batch: arguments of the model for one micro-batch; tensors are moved to the meta device. loss_of:
     returns the loss from the model's output; by default the output, its `loss` or its first item. steps: at least 3,
     since the first records the trace and the second is the first to follow it. train_batch: each step is a call of
-    `engine.train_batch`, whose first one records the blocks that the model calls, so that it is one step more. times:
-    of operations and kernels on the host, if that is the device; by default they follow from `links`.
+    `engine.train_batch` with `blocks`, the `nn.ModuleList` with the most parameters. times: of operations and kernels
+    on the host, if that is the device; by default they follow from `links`.
 
     Raises what `infinity.initialize` raises, and RuntimeError for operations whose results depend on values.
     """
@@ -144,7 +144,7 @@ def simulate(
         engine = TrainingEngine(model, config, device=place, platform=platform)
         try:
             loop = _Loop(clock, place, compute, engine, loss_of or _loss_of)
-            loop.run(args, steps + train_batch, train_batch=train_batch)
+            loop.run(args, steps, blocks=largest_list(model) if train_batch else None)
             simulation = _result(clock, engine.parts.plan, loop, platform.room)
             engine.close()
         except BaseException:
@@ -172,7 +172,7 @@ class _Loop:
         self._clock, self._device, self._compute, self._engine = clock, device, compute, engine
         self._loss_of = loss_of
 
-    def run(self, args: Sequence[Any], steps: int, *, train_batch: bool) -> None:
+    def run(self, args: Sequence[Any], steps: int, *, blocks: Sequence[nn.Module] | None) -> None:
         place = AsOnHost() if self._device.host_addressable else nullcontext()
         with fused_attention(), place, self._compute:
             self._note()
@@ -180,8 +180,8 @@ class _Loop:
                 self.activation_bytes = self._compute.peak = 0
                 self._compute.flops = 0.0
                 before, moved = self._compute.live, self._moved()
-                if train_batch:
-                    self._whole_step(args)
+                if blocks is not None:
+                    self._whole_step(args, blocks)
                 else:
                     for _ in range(self._engine.batch.accumulation):
                         self._micro_batch(args)
@@ -205,7 +205,7 @@ class _Loop:
         del loss
         self._engine.step()
 
-    def _whole_step(self, args: Sequence[Any]) -> None:
+    def _whole_step(self, args: Sequence[Any], blocks: Sequence[nn.Module]) -> None:
         before = self._compute.live
 
         def loss_of(output: Any, _: Any) -> torch.Tensor:
@@ -213,12 +213,20 @@ class _Loop:
             self.activation_bytes = max(self.activation_bytes, self._compute.live - before)
             return loss
 
-        self._engine.train_batch(repeat(args), loss_of)
+        self._engine.train_batch(repeat(args), loss_of, blocks=blocks)
 
     def _note(self) -> None:
         gc.collect()
         self._clock.turn()
         self.steps.append(Boundary(*self._device.position(), len(self._clock.submitted)))
+
+
+def largest_list(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of the `nn.ModuleList` with the most parameters. Raises ModelError if there is none."""
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not lists:
+        raise ModelError(f"{type(model).__name__} has no nn.ModuleList of blocks for engine.train_batch")
+    return max(lists, key=lambda blocks: sum(p.numel() for block in blocks for p in block.parameters()))
 
 
 @contextmanager

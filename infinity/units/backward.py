@@ -68,6 +68,11 @@ class BackwardTracker:
         self._on_end()  # if it raises, `conclude` returns True
         self.running = self._ended_inside = False
 
+    def run_empty(self) -> None:
+        """Begin and end a backward in which no gradient arrives."""
+        self._on_begin()
+        self._end()
+
     def is_running(self, task: int) -> bool:
         """Return whether the graph task of this id is known and has not ended. Tasks inside of another one that an
         exception ended count as running until that one ends.

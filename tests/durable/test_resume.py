@@ -98,22 +98,25 @@ def assert_resumes(folder: Path, losses: list[float], at_least: int, expected: R
     return int(first)
 
 
-@pytest.mark.parametrize("blocks", ["alike", "drawing random numbers"])
-def test_a_run_of_whole_steps_resumes(tmp_path: Path, blocks: str) -> None:
-    """`train_batch` commits its client_state, in vertical and in ordinary order."""
-    make = (lambda: seeded(lambda: Stack(32, 4))) if blocks == "alike" else model
+@pytest.mark.parametrize("vertical", [True, False])
+def test_a_run_of_whole_steps_resumes(tmp_path: Path, vertical: bool) -> None:
+    """`train_batch` commits its client_state, in vertical order and in that of a loop."""
+    make = (lambda: seeded(lambda: Stack(32, 4))) if vertical else model
     config = engine_config(folder=tmp_path, durable=True, accumulation=2, prefetch_bytes=0)
 
     def steps(engine: TrainingEngine, first: int, last: int) -> list[float]:
+        blocks = engine.module.blocks if vertical else None
         return [
-            engine.train_batch(iter([batch(2 * n), batch(2 * n + 1)]), client_state={"next": n + 1}).item()
+            engine.train_batch(
+                iter([batch(2 * n), batch(2 * n + 1)]), blocks=blocks, client_state={"next": n + 1}
+            ).item()
             for n in range(first, last)
         ]
 
     with open_engine(make(), engine_config(folder=tmp_path, accumulation=2, prefetch_bytes=0)) as engine:
         torch.manual_seed(1)
         expected = Result(steps(engine, 0, STEPS), parameters_of(engine))
-        assert (not engine._batches.reason) == (blocks == "alike")
+        assert not engine._batches.reason
     with open_engine(make(), config) as engine:
         torch.manual_seed(1)
         losses = steps(engine, 0, 4)

@@ -150,11 +150,11 @@ def test_micro_batches_that_run_together_are_the_models(tmp_path: Path) -> None:
     with opened(accumulation=3) as engine:
         batches = iter(BATCHES * 2)
         for _ in range(2):
-            engine.train_batch(batches)
+            engine.train_batch(batches, blocks=engine.module.blocks)
         engine.profile(1, file)
         recording = engine.updates.profiler._recording
         assert recording is not None
-        engine.train_batch(iter(BATCHES))
+        engine.train_batch(iter(BATCHES), blocks=engine.module.blocks)
     forward = [event for event in events_of(file) if names_of(file)[event["tid"]] == "compute"]
     begin, end = (next(e["ts"] for e in forward if e["name"].startswith(phase)) for phase in ("forward", "backward"))
     reads = [e for e in events_of(file) if names_of(file)[e["tid"]] == "nvme_read" and begin <= e["ts"] < end]

@@ -1,4 +1,4 @@
-"""`engine.train_batch` on two ranks: the bits of the ordinary order, and parameters gathered once a step."""
+"""`engine.train_batch` on two ranks: the bits of a loop, parameters gathered once a step, and refusals on all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 def test_two_ranks_have_the_bits_of_the_ordinary_order(pair: Group, options: dict[str, Any]) -> None:
     found = pair.run(cases.trained, batched=True, **options)
     expected = pair.run(cases.trained, batched=False, **options)
-    assert all(rank["vertical"] for rank in found)
     assert_equal(found, expected)
     # In 16 bits the buffers hold twice as many units, so that the ordinary order gathers fewer of them again.
     assert (
@@ -44,8 +43,33 @@ def test_two_ranks_have_the_bits_of_the_ordinary_order(pair: Group, options: dic
     )
 
 
-def test_a_model_that_deviates_on_one_rank_runs_in_the_ordinary_order_on_all(pair: Group) -> None:
-    found = pair.run(cases.trained, batched=True, deviates=True)
-    expected = pair.run(cases.trained, batched=False, deviates=True)
-    assert not any(rank["vertical"] for rank in found)
-    assert_equal(found, expected)
+REASONS = {
+    "order": r"called blocks[4] when blocks[3] was due",
+    "random": "the forward draws random numbers",
+    "skip": "a gradient reaches a block by another way",
+    "hook": "has hooks",
+}
+
+
+@pytest.mark.parametrize("update", ["during_backward", "next_forward"])
+@pytest.mark.parametrize("ranks", [[1], [0, 1]], ids=str)
+@pytest.mark.parametrize("way", REASONS)
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_refusal_on_one_rank_is_an_error_on_all(
+    pair: Group, way: str, ranks: list[int], step: int, update: str
+) -> None:
+    """The ranks that refuse raise the reason. The others, which wait in a collective, raise RanksError with it."""
+    found = pair.run(cases.refused, way=way, ranks=ranks, step=step, timeout=45, debug=False, update=update)
+    for rank, errors in enumerate(found):
+        assert errors["steps"] == str(step)
+        assert REASONS[way] in errors["first"]
+        assert errors["first"].startswith("RanksError: rank 1 failed: ") != (rank in ranks)
+        assert REASONS[way] in errors["second"] and errors["second"].startswith(("RanksError", "UsageError"))
+
+
+def test_a_difference_on_one_rank_is_an_error_on_all(pair: Group) -> None:
+    """`infinity.debug`, before the update."""
+    for errors in pair.run(cases.refused, way="shared", ranks=[1], step=0, timeout=45):
+        assert "differs from that of a loop over the micro-batches on rank " in errors["first"]
+        assert errors["first"].startswith("ModelError") and errors["second"].startswith("RanksError")
+        assert errors["steps"] == "0"

@@ -97,7 +97,7 @@ def test_trains_as_a_plain_loop(dropout: float, shared: bool, update: str, way: 
             losses = train(engine, batches)
         else:
             iterator = iter(batches)
-            losses = [engine.train_batch(iterator).item() for _ in range(4)]
+            losses = [engine.train_batch(iterator).item() for _ in range(4)]  # as a loop: one function runs all blocks
             expected.losses = means(expected.losses, 3)
         result = Result(losses, parameters_of(engine))
         assert_nothing_leaked(engine)

@@ -64,14 +64,12 @@ def simulated(
 ) -> Simulation:
     with torch.device("meta"):
         blank = model(checkpoints=checkpoints)
-    return simulate(
-        blank, config, links, batch=BATCH, steps=STEPS - train_batch, device=device, train_batch=train_batch
-    )
+    return simulate(blank, config, links, batch=BATCH, steps=STEPS, device=device, train_batch=train_batch)
 
 
 def assert_same(config: Config, *, checkpoints: bool, train_batch: bool = False) -> Order:
     """Compare a real run with a simulation. Returns the order of transfers."""
-    real, moved, stored = real_run(model(checkpoints=checkpoints), config, BATCH, STEPS, train_batch=train_batch)
+    real, moved, stored = real_run(model(checkpoints=checkpoints), config, BATCH, STEPS, whole=train_batch)
     found = simulated(config, checkpoints=checkpoints, train_batch=train_batch)
     order = simulated_order(found)
     assert order == real
@@ -145,7 +143,7 @@ def test_train_batch_moves_states_in_the_vertical_order_of_a_real_run(
         sum(nbytes for name, nbytes in order["model", "nvme_read"] if name.startswith("parameters"))
         for order in (vertical, ordinary)
     )
-    assert 0 < read < in_a_loop / 2  # the first of four steps runs as in a loop
+    assert 0 < read < in_a_loop / 2.5
 
 
 class PromptDevice(LateDevice):

@@ -24,7 +24,7 @@ from infinity.observe.ledger import Snapshot
 from infinity.plan.io import ActivationPlan
 from infinity.plan.placement import Extent, aligned
 from infinity.plan.plan import Plan
-from infinity.sim.simulate import Simulation
+from infinity.sim.simulate import Simulation, largest_list
 from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import CpuDevice, Device
@@ -150,10 +150,12 @@ def real_run(
     steps: int,
     device: Device | None = None,
     *,
-    train_batch: bool = False,
+    whole: bool = False,
 ) -> tuple[Order, Snapshot, dict[str, int]]:
-    """Train `steps` steps. Returns the transfers until the engine is closed, the counters of the run, and tier → peak
-    bytes of saved activations there.
+    """Train `steps` steps, in vertical order if `whole`.
+
+    Returns the transfers until the engine is closed, the counters of the run, and tier → peak bytes of saved
+    activations there.
     """
     recorder = Recorder()
     engine = TrainingEngine(model, config, device=device or CpuDevice(), platform=recorder)
@@ -161,8 +163,8 @@ def real_run(
     _finish_at_once(engine)
     before = engine.ledger.snapshot()
     for _ in range(steps):
-        if train_batch:
-            engine.train_batch(repeat(batch))
+        if whole:
+            engine.train_batch(repeat(batch), blocks=largest_list(model))
             continue
         for _ in range(engine.batch.accumulation):
             engine.backward(engine(*batch))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
+from infinity.errors import ModelError
 from infinity.optim import CPUAdam
 from support import room
 from support.configs import engine_config
@@ -36,7 +37,7 @@ WAYS = "loop", "train_batch"
 class Run:
     """A training by the engine, and how it differs from plain PyTorch with the engine's optimizer (`CPUAdam`).
 
-    units: their number. order: why train_batch ran as a loop; empty: it ran vertically. loss, parameters: relative
+    units: their number. order: why train_batch ran as a loop; empty: in vertical order. loss, parameters: relative
     differences. adam: the same from plain PyTorch with torch's optimizer. problem: an error, or another difference.
     """
 
@@ -142,18 +143,45 @@ def _plain(model: nn.Module, batches: Sequence[Any], config: Config, optimizer: 
 def _trained_by_engine(
     model: nn.Module, batches: Sequence[Any], config: Config, way: str
 ) -> tuple[Trained, int, str] | Exception:
-    """Return what was trained, the number of units, and why train_batch ran as a loop."""
+    """Return what was trained, the number of units, and why train_batch ran as a loop.
+
+    It does without blocks, for models that the engine refuses to run by the largest list of their modules.
+    """
+    if way == "loop":
+        return _trained(model, batches, config, None)
+    found = _trained(model, batches, config, _largest_list)
+    if isinstance(found, ModelError) or str(found).startswith("engine.train_batch(blocks=...)"):
+        again = _trained(model, batches, config, lambda _: None)
+        return again if isinstance(again, Exception) else (again[0], again[1], first_line(found))
+    return found
+
+
+def _largest_list(model: nn.Module) -> list[nn.Module] | None:
+    lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    return max(lists, key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters()), default=None)
+
+
+def _trained(
+    model: nn.Module,
+    batches: Sequence[Any],
+    config: Config,
+    blocks_of: Callable[[nn.Module], Sequence[nn.Module] | None] | None,
+) -> tuple[Trained, int, str] | Exception:
+    """blocks_of: returns the blocks of `train_batch`, or None for none; None: call `backward` and `step`."""
     twin = copy.deepcopy(model)
     try:
         with open_engine(twin, config) as engine:
             seed_all(7)
-            if way == "loop":
+            reason = ""
+            if blocks_of is None:
                 losses = train(engine, batches, loss_of)
             else:
                 iterator = iter([batch for (batch,) in batches])
-                losses = [engine.train_batch(iterator, loss_fn).item() for _ in range(STEPS)]
+                blocks = blocks_of(twin)
+                losses = [engine.train_batch(iterator, loss_fn, blocks=blocks).item() for _ in range(STEPS)]
+                reason = "it has no list of modules" if blocks is None else engine._batches.reason
             trained = Trained(Result(losses, parameters_of(engine)), dict(twin.named_buffers()))
-            return trained, len(engine.units), engine._batches.reason
+            return trained, len(engine.units), reason
     except Exception as error:  # noqa: BLE001 - any: it is a difference
         return error
 

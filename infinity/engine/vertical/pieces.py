@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
+from infinity.errors import ModelError
+
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _REENTRANT = "CheckpointFunctionBackward"
 
@@ -47,8 +49,12 @@ def backward_passes() -> int:
     return _Count.number
 
 
-class NotInPieces(Exception):
-    """The graph cannot be run in pieces. Its text is the reason."""
+def refused(reason: str) -> ModelError:
+    """Return the error for a model that does not keep what `blocks` promises."""
+    return ModelError(
+        f"engine.train_batch(blocks=...): {reason}. Nothing was updated. Pass other blocks, or none: the micro-batches "
+        "then run one after the other."
+    )
 
 
 class _Cut:
@@ -103,7 +109,7 @@ class Boundary:
             if not isinstance(value, torch.Tensor) or not value.requires_grad:
                 return value
             if type(value) is not torch.Tensor or value.__dict__:
-                raise NotInPieces("a block takes a tensor of a subclass or with attributes")
+                raise refused("a block takes a tensor of a subclass or with attributes")
             if id(value) not in begun:
                 cut = _Cut()
                 self._ends[len(self._ends)] = cut, _End.apply(value, cut)  # type: ignore[no-untyped-call]
@@ -128,7 +134,7 @@ class Boundary:
 class Graph:
     """The graph of one micro-batch in pieces. Piece 0 starts from the loss.
 
-    Raises NotInPieces if a gradient passes from one piece to another beside a cut.
+    Raises ModelError if a gradient passes from one piece to another beside a cut.
     """
 
     def __init__(self, pieces: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -160,8 +166,10 @@ class Graph:
                 known = self._piece_of.setdefault(node, -1)
                 if known < 0:
                     if node.name() == _REENTRANT:
-                        raise NotInPieces("it has reentrant checkpoints: pass use_reentrant=False to checkpoint()")
+                        raise refused("it has reentrant checkpoints: pass use_reentrant=False to checkpoint()")
                     self._piece_of[node] = piece
                     pending.append(node)
                 elif known != piece:
-                    raise NotInPieces("a gradient reaches a block by another way than the next block")
+                    raise refused(
+                        "a gradient reaches a block by another way than the next block, such as a skip connection"
+                    )

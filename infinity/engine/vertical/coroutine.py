@@ -1,4 +1,8 @@
-"""A function that runs in a thread of its own, but only while its caller waits for it."""
+"""A function that runs in a thread of its own, but only while its caller waits for it.
+
+A module's forward is an ordinary function, which Python cannot suspend: generators suspend their own frame only, not
+those that they call. A thread keeps its stack while it waits, so a forward can pause inside of any calls.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +39,11 @@ class Coroutine:
         """Return whether the body has set context variables, which its caller does not see."""
         values = self._before
         return len(values) != len(self._context) or any(values.get(v) is not x for v, x in self._context.items())
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the body has ended. Then it cannot be resumed."""
+        return self._is_ended
 
     @uninterrupted()  # Ctrl-C is for the caller, and the body may be moving states
     def resume(self) -> None:
