@@ -15,7 +15,7 @@ from torch import Tensor
 import infinity
 import training
 from infinity.config import Config
-from infinity.engine.lr import make_scheduler
+from infinity.engine.schedules.from_config import make_scheduler
 from infinity.gpt2.data import TokenDataset, load_corpus
 from infinity.gpt2.model import GPT2
 from quality_recipe import FORMATS, Recipe

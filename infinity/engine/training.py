@@ -16,11 +16,9 @@ from infinity.comm.agreement.announcements import Operation
 from infinity.comm.groups import Group
 from infinity.engine.batches import BatchTrainer
 from infinity.engine.checkpointing import CheckpointingEngine
-from infinity.engine.client_scheduler import RateScheduler, ScheduleArguments
 from infinity.engine.grad_norm import GradNorm
 from infinity.engine.loss_check import LossCheck, LossReader, check_scalar
 from infinity.engine.loss_scale import LossScale
-from infinity.engine.lr import make_scheduler
 from infinity.engine.micro_batch import LossFunction
 from infinity.engine.offload import offload, reload
 from infinity.engine.optimizer import (
@@ -33,6 +31,8 @@ from infinity.engine.optimizer import (
 from infinity.engine.platform import MACHINE, Platform
 from infinity.engine.reports import Losses, StepFacts, StepReports, monitor_of
 from infinity.engine.same_batches import FirstBatches
+from infinity.engine.schedules.client import RateScheduler, ScheduleArguments
+from infinity.engine.schedules.from_config import make_scheduler
 from infinity.engine.tier_states import TierStates
 from infinity.engine.wiring import assemble, plan_model
 from infinity.errors import LifetimeError, NonFiniteError, OutOfSpaceError, UsageError

@@ -8,8 +8,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from infinity.config import Config, WarmupCosineLR
-from infinity.engine.lr import replace_schedule
 from infinity.engine.precision import emulates_bf16
+from infinity.engine.schedules.from_config import replace_schedule
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError
 from infinity.gpt2.duration import MEASURED_STEPS, MIN_STEPS

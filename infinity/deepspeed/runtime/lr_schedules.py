@@ -1,6 +1,6 @@
 """Names of `deepspeed.runtime.lr_schedules`: the schedulers, and constants with the names of their parameters."""
 
-from infinity.engine.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from infinity.engine.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
 

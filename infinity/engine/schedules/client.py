@@ -14,7 +14,7 @@ _METHODS = ("step", "state_dict", "load_state_dict")
 
 
 class RateScheduler(Protocol):
-    """A scheduler that an engine steps: torch's, those of `infinity.engine.lr_schedules`, and others."""
+    """A scheduler that an engine steps: torch's, those of `infinity.engine.schedules`, and others."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any: ...
     def get_last_lr(self) -> list[Any]: ...

@@ -1,7 +1,8 @@
-"""Formulas of DeepSpeed's learning-rate schedules, as pure functions of `iteration`.
+"""Formulas of the learning-rate schedules, as pure functions of `iteration`. Both front doors use them.
 
-`iteration` is the number of completed steps of the schedule minus one: a schedule starts at -1, and its first step
-leads to 0.
+A front door sets `first_iteration`, the iteration of the first update: 0 for the schedulers of a config, -1 for
+DeepSpeed's classes, whose first `step` leads to 0. Warm-ups and linear decays count iterations, and all other
+schedules count the updates before this one, iteration - first_iteration.
 """
 
 from __future__ import annotations
@@ -10,34 +11,51 @@ import math
 from dataclasses import dataclass
 
 WARMUP_TYPES = ("log", "linear")
+CONFIG, DEEPSPEED = 0, -1
+"""`first_iteration` of the two front doors."""
 
 
-def warmup_fraction(iteration: int, num_steps: int, kind: str) -> float:
-    """Return the progress of a warm-up, from 0 at iteration 0 (and before it) to 1 at `num_steps`, at least 2.
+@dataclass(frozen=True)
+class Warmup:
+    """Shape of a schedule with a warm-up: WarmupLR, WarmupDecayLR or WarmupCosineLR.
 
-    kind: "log" for log(iteration + 1) / log(num_steps), or "linear".
+    num_steps: iterations of the warm-up. kind: "log" for log(iteration + 1) / log(num_steps), or "linear". decay:
+    shape of the fall after the warm-up, "linear" or "cosine"; None for a constant rate. total: iterations until the
+    end of the fall.
     """
-    steps = max(2, num_steps)
-    if iteration >= steps:
-        return 1.0
-    if iteration < 0:
-        return 0.0
-    return math.log(iteration + 1) / math.log(steps) if kind == "log" else iteration / steps
 
+    num_steps: int
+    kind: str
+    first_iteration: int
+    decay: str | None = None
+    total: int = 0
 
-def decay_fraction(iteration: int, warmup_num_steps: int, total_num_steps: int) -> float:
-    """Return the remainder of a linear decay from 1 at the end of the warm-up to 0 at `total_num_steps`."""
-    length = max(1.0, total_num_steps - max(2, warmup_num_steps))
-    return max(0.0, (total_num_steps - iteration) / length)
+    def rate(self, iteration: int, start: float, high: float, end: float) -> float:
+        """Return the rate: from `start` at iteration 0 to `high` after the warm-up, then towards `end`."""
+        if iteration < self.num_steps or self.decay is None:
+            return start + (high - start) * self.rise(iteration)
+        return end + (high - end) * (self._cosine(iteration) if self.decay == "cosine" else self._line(iteration))
 
+    def rise(self, iteration: int) -> float:
+        """Return the progress of the warm-up, from 0 at iteration 0 (and before it) to 1 at `num_steps`."""
+        if iteration >= self.num_steps:
+            return 1.0
+        if iteration < 0:
+            return 0.0
+        if self.kind == "linear":
+            return iteration / self.num_steps
+        return math.log(iteration + 1) / math.log(max(2, self.num_steps))
 
-def cosine_fraction(iteration: int, warmup_num_steps: int, total_num_steps: int) -> float:
-    """Return the remainder of a decay along half a cosine, which is 1 one iteration before the end of the warm-up and 0
-    from `total_num_steps` - 1 on.
-    """
-    first = max(2, warmup_num_steps)
-    done = min(1.0, (iteration - first + 1) / max(1, total_num_steps - first))
-    return (1.0 + math.cos(math.pi * done)) / 2
+    def _line(self, iteration: int) -> float:
+        length = max(1, self.total - self.num_steps)
+        # The two agree except for rounding, and for a warm-up that takes all iterations.
+        if self.first_iteration == CONFIG:
+            return 1.0 - min(1.0, (iteration - self.num_steps) / length)
+        return max(0.0, (self.total - iteration) / length)
+
+    def _cosine(self, iteration: int) -> float:
+        done = (iteration - self.first_iteration - self.num_steps) / max(1, self.total - self.num_steps)
+        return (1.0 + math.cos(math.pi * min(1.0, done))) / 2
 
 
 def range_test_factor(iteration: int, step_size: int, step_rate: float, *, staircase: bool) -> float:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from infinity.engine import lr_schedules
-from infinity.engine.client_scheduler import RateScheduler
+from infinity.engine.schedules import classes, formulas
+from infinity.engine.schedules.client import RateScheduler
 
 if TYPE_CHECKING:
     from infinity.config import Scheduler, WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -20,52 +19,24 @@ if TYPE_CHECKING:
 Factor = Callable[[int], float]
 
 _CLASSES: dict[str, Callable[..., RateScheduler]] = {
-    "LRRangeTest": lr_schedules.LRRangeTest,
-    "OneCycle": lr_schedules.OneCycle,
+    "LRRangeTest": classes.LRRangeTest,
+    "OneCycle": classes.OneCycle,
 }
-
-
-def _rise(num_steps: int, kind: str) -> Factor:
-    """Return a warm-up factor: 0 at step 0, 1 from step num_steps on.
-
-    kind: "linear", or "log" for log(step + 1) / log(num_steps).
-    """
-
-    def factor(step: int) -> float:
-        if step >= num_steps:
-            return 1.0
-        if kind == "linear":
-            return step / num_steps
-        return min(1.0, math.log(step + 1) / math.log(max(2, num_steps)))
-
-    return factor
 
 
 def factor(schedule: Warmup, highest: float) -> Factor:
     """Return step → fraction of the highest learning rate. highest: that rate."""
     params = schedule.params
-    rise = _rise(params.warmup_num_steps, params.warmup_type)
+    decay, total, end = None, 0, 0.0
     if schedule.type == "WarmupCosineLR":
         start, end = schedule.params.warmup_min_ratio, schedule.params.cos_min_ratio
+        decay, total = "cosine", schedule.params.total_num_steps
     else:
-        start, end = schedule.params.warmup_min_lr / highest if highest else 0.0, 0.0
-
-    def warm(step: int) -> float:
-        return start + (1.0 - start) * rise(step)
-
-    if schedule.type == "WarmupLR":
-        return warm
-    first, last = schedule.params.warmup_num_steps, schedule.params.total_num_steps
-    cosine = schedule.type == "WarmupCosineLR"
-
-    def whole(step: int) -> float:
-        if step < first:
-            return warm(step)
-        gone = min(1.0, (step - first) / max(1, last - first))
-        left = 0.5 * (1.0 + math.cos(math.pi * gone)) if cosine else 1.0 - gone
-        return end + (1.0 - end) * left
-
-    return whole
+        start = schedule.params.warmup_min_lr / highest if highest else 0.0
+        if schedule.type == "WarmupDecayLR":
+            decay, total = "linear", schedule.params.total_num_steps
+    shape = formulas.Warmup(params.warmup_num_steps, params.warmup_type, formulas.CONFIG, decay, total)
+    return lambda step: shape.rate(step, start, 1.0, end)
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, schedule: Scheduler | None, lr: float) -> RateScheduler | None:
