@@ -1,4 +1,4 @@
-"""Files of a checkpoint that hold its stage and client_state, which Lightning reads when it converts a checkpoint."""
+"""Files of checkpoints in which DeepSpeed's users and Lightning look for weights, stage and client_state."""
 
 from __future__ import annotations
 
@@ -58,3 +58,19 @@ def _stage_file() -> str:
     content: dict[str, Any] = {"optimizer_state_dict": {"zero_stage": _STAGE}}
     torch.save(content, path)
     return str(path)
+
+
+_NAME = "zero_to_fp32.py"
+_TEXT = """#!/usr/bin/env python
+# Writes the fp32 weights of a checkpoint in this folder: zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR
+from infinity.deepspeed.utils.zero_to_fp32 import main
+
+main()
+"""
+
+
+def write_script(folder: Path) -> None:
+    """Write the script to `folder`, the one with the checkpoints' folders, and make it executable."""
+    path = folder / _NAME
+    path.write_text(_TEXT, encoding="utf-8")
+    path.chmod(path.stat().st_mode | 0o111)

@@ -20,8 +20,8 @@ from infinity.checkpoint.export import export
 from infinity.checkpoint.format import BUFFERS, LATEST, find, read_tag
 from infinity.checkpoint.saved import CheckpointFolder
 from infinity.checkpoint.verify import check_contents, check_files
+from infinity.deepspeed.checkpoint_files import get_model_state_file, get_model_state_files, get_optim_files
 from infinity.deepspeed.importer import zero_to_fp32 as theirs
-from infinity.deepspeed.utils.checkpoint_files import get_model_state_file, get_model_state_files, get_optim_files
 from infinity.errors import UsageError
 from infinity.nn.pieces import Piece
 from infinity.outputs import replacing

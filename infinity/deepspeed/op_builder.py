@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
-from infinity.deepspeed.ops import aio_handle
+from infinity.deepspeed import aio_handle
 from infinity.errors import UsageError
 
 

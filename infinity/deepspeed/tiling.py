@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import infinity.nn.tiling as tiling
-from infinity.deepspeed.runtime.zero.partition_parameters import GatheredParameters
+from infinity.deepspeed.zero_init import GatheredParameters
 from infinity.errors import UsageError
 from infinity.nn.pieces import Pieces
 

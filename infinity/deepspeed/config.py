@@ -11,15 +11,13 @@ from torch import nn
 
 from infinity.deepspeed.checks import config_checks
 from infinity.deepspeed.engine_names import GETTERS, Reads, read
-from infinity.deepspeed.runtime import constants
 from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
 from infinity.errors import ConfigError
 from infinity.inputs import number_of
 from infinity.rules import RULES
 
 if TYPE_CHECKING:
-    from infinity.deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from infinity.deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from infinity.deepspeed.sections import DeepSpeedBF16Config, DeepSpeedFP16Config, DeepSpeedZeroConfig
 
 DeepSpeedConfigError = ConfigError
 
@@ -44,7 +42,7 @@ ADAM_W_MODE_DEFAULT = True
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
     """Return the largest norm of the gradient in the config `param_dict`."""
-    return float(read(param_dict, Reads(constants.GRADIENT_CLIPPING, constants.GRADIENT_CLIPPING_DEFAULT)))
+    return float(read(param_dict, Reads("gradient_clipping", 1.0)))
 
 
 def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
@@ -99,19 +97,19 @@ class DeepSpeedConfig:
 
     @cached_property
     def zero_config(self) -> DeepSpeedZeroConfig:
-        from infinity.deepspeed.runtime.zero.config import get_zero_config  # here, since pydantic takes long to import
+        from infinity.deepspeed.sections import get_zero_config  # here, since pydantic takes long to import
 
         return get_zero_config(self.param_dict)
 
     @cached_property
     def bfloat16_config(self) -> DeepSpeedBF16Config:
-        from infinity.deepspeed.runtime.precision_config import get_bfloat16_config
+        from infinity.deepspeed.sections import get_bfloat16_config
 
         return get_bfloat16_config(self.param_dict)
 
     @cached_property
     def float16_config(self) -> DeepSpeedFP16Config:
-        from infinity.deepspeed.runtime.precision_config import get_float16_config
+        from infinity.deepspeed.sections import get_float16_config
 
         return get_float16_config(self.param_dict)
 
