@@ -83,6 +83,7 @@ lint: install ## check style, types and which room imports which
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-cache --no-logo
 	$(VENV)/bin/python lint/prose.py infinity csrc bench tests examples docs lint
+	$(VENV)/bin/python lint/house.py
 	find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | xargs $(VENV)/bin/clang-format --dry-run -Werror
 
 format: install ## put the code into the style that lint checks

@@ -3,12 +3,11 @@
 The keys are DeepSpeed's, and one section `infinity`; docs/config.md lists them.
 """
 
-from infinity.config.aio import Aio
 from infinity.config.auto import Fill, hidden_size_of
 from infinity.config.batch import Batch
+from infinity.config.draft import Dialect, Notes
 from infinity.config.infinity import Infinity
 from infinity.config.load import read_content
-from infinity.config.notes import Dialect, Notes
 from infinity.config.optimization import (
     LRRangeTest,
     OneCycle,
@@ -20,7 +19,7 @@ from infinity.config.optimization import (
 )
 from infinity.config.precision import BF16, FP16, DataTypes, TorchAutocast
 from infinity.config.sections import Config
-from infinity.config.zero import Offload, ZeroOptimization
+from infinity.config.storage import Aio, Offload, ZeroOptimization
 
 __all__ = [
     "BF16",

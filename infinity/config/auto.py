@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from infinity.config.tree import ABSENT, drop, leaves, look, put
+from infinity.config.draft import ABSENT, drop, leaves, look, put
 
 
 @dataclass(frozen=True, kw_only=True)

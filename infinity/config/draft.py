@@ -1,13 +1,86 @@
-"""A configuration while it is being translated."""
+"""A configuration while it is being translated: nested dicts by dotted names, the draft, and notes for the user."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from infinity.config.fields import show
-from infinity.config.notes import Dialect
-from infinity.config.tree import ABSENT, drop, look, put
+
+ABSENT: Final = object()
+"""Returned for a key that is not there."""
+
+
+def copied(value: Any) -> Any:
+    """Return `value` with every mapping in it replaced by a new dict."""
+    return {key: copied(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
+
+
+def leaves(content: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of every key, a section before its keys. Keys that are not text are left out."""
+    for key, value in content.items():
+        if isinstance(key, str):
+            yield prefix + key, value
+            if isinstance(value, Mapping):
+                yield from leaves(value, f"{prefix}{key}.")
+
+
+def look(content: Mapping[Any, Any], dotted: str) -> Any:
+    """Return the value of `dotted`, or ABSENT."""
+    value: Any = content
+    for part in dotted.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return ABSENT
+        value = value[part]
+    return value
+
+
+def put(content: dict[Any, Any], dotted: str, value: object) -> None:
+    """Set `dotted` to `value`. A section that is missing or null is made; one that is no section is left alone."""
+    *sections, name = dotted.split(".")
+    for part in sections:
+        if content.get(part) is None:
+            content[part] = {}
+        content = content[part]
+        if not isinstance(content, dict):
+            return
+    content[name] = value
+
+
+def drop(content: dict[Any, Any], dotted: str) -> None:
+    """Remove `dotted`, if it is there."""
+    section, _, name = dotted.rpartition(".")
+    holder = look(content, section) if section else content
+    if isinstance(holder, dict):
+        holder.pop(name, None)
+
+
+Dialect: TypeAlias = Literal["infinity", "deepspeed"]
+"""Defaults of absent keys and the meaning of `Adam`: this library's or DeepSpeed's."""
+
+
+class Notes(NamedTuple):
+    """Keys that a configuration contains and the schema lacks. Each entry is one phrase."""
+
+    mapped: tuple[str, ...] = ()
+    """Keys that set others, as "key value → key value"."""
+    ignored: tuple[str, ...] = ()
+    """Full names of keys without effect."""
+    defaults: tuple[str, ...] = ()
+    """Full names of keys that are "auto" without a known value."""
+    dotted: tuple[str, ...] = ()
+    """Full names that are keys of the top level, where neither this library nor DeepSpeed reads them."""
+
+    def line(self) -> str:
+        """Return all notes in one line; "" without any."""
+        parts = (
+            ("mapped", self.mapped),
+            ('"auto" without a value, so default', self.defaults),
+            ("no effect here (docs/config.md says why)", self.ignored),
+            ("ignored, as in DeepSpeed, since full names with dots are not keys of the top level", self.dotted),
+        )
+        return "; ".join(f"{title}: {', '.join(phrases)}" for title, phrases in parts if phrases)
 
 
 @dataclass

@@ -6,7 +6,6 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from infinity.config.activations import Activations
 from infinity.config.fields import (
     Count,
     CountOrZero,
@@ -21,6 +20,7 @@ from infinity.config.fields import (
     show,
     size_or_auto,
 )
+from infinity.config.storage import Activations
 
 
 class Memory(Section):

@@ -1,6 +1,6 @@
 """The configuration's top level.
 
-Each key is declared once, here or in `aio`, `infinity`, `precision`, `zero`, `optimization` and `monitors`, with its
+Each key is declared once, here or in `storage`, `infinity`, `precision`, `optimization` and `monitors`, with its
 type, default, bounds and documentation. docs/config.md is generated from these declarations.
 """
 
@@ -12,17 +12,16 @@ from typing import Any, Literal
 
 from pydantic import PrivateAttr, model_validator
 
-from infinity.config.aio import Aio
 from infinity.config.auto import Fill
 from infinity.config.batch import Batch, resolve_batch
+from infinity.config.draft import Dialect, Notes
 from infinity.config.fields import Count, CountOrZero, DType, Number, Section, Switch
 from infinity.config.infinity import Infinity
 from infinity.config.load import load_config
 from infinity.config.monitors import CSVMonitor, FlopsProfiler, TensorBoard, WandB
-from infinity.config.notes import Dialect, Notes
 from infinity.config.optimization import SECTIONS, Optimizer, Scheduler
 from infinity.config.precision import BF16, FP16, DataTypes, TorchAutocast
-from infinity.config.zero import ZeroOptimization
+from infinity.config.storage import Aio, ZeroOptimization
 
 
 class Config(Section):

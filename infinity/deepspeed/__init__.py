@@ -4,11 +4,13 @@
     loss = engine(batch); engine.backward(loss); engine.step()
 
 `__version__` begins with the version of DeepSpeed whose interface this is; `__infinity_version__` is Infinity's own.
-Submodules are imported when they are used. docs/deepspeed.md lists the differences.
+Submodules are imported when they are used; those of DeepSpeed that have no file are in `tree`. docs/deepspeed.md lists
+the differences.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -20,20 +22,20 @@ HAS_TRITON = False
 
 _ROOT = __name__
 _HOMES = {
-    "DeepSpeedConfig": "runtime.config.DeepSpeedConfig",
-    "DeepSpeedConfigError": "runtime.config.DeepSpeedConfigError",
+    "DeepSpeedConfig": "config.DeepSpeedConfig",
+    "DeepSpeedConfigError": "config.DeepSpeedConfigError",
     "DeepSpeedEngine": "engine.DeepSpeedEngine",
     "PipelineEngine": "runtime.pipe.engine.PipelineEngine",
     "PipelineModule": "pipe.PipelineModule",
     "DeepSpeedOptimizer": "runtime.base_optimizer.DeepSpeedOptimizer",
-    "RepeatingLoader": "runtime.dataloader.RepeatingLoader",
+    "RepeatingLoader": "helpers.RepeatingLoader",
     "add_config_arguments": "initialization.add_config_arguments",
     "get_accelerator": "accelerator.get_accelerator",
     "init_distributed": "comm.init_distributed",
     "initialize": "initialization.initialize",
     "init_inference": "initialization.init_inference",
-    "log_dist": "utils.logging.log_dist",
-    "logger": "utils.logging.logger",
+    "log_dist": "helpers.log_dist",
+    "logger": "helpers.logger",
     "tp_model_init": "initialization.tp_model_init",
 }
 """Name → its module and name below this package."""
@@ -58,6 +60,20 @@ _MODULES = {
 """Name of a module → its path below this package."""
 
 __all__ = [*_HOMES, *_MODULES]
+
+
+class _Finder:
+    """Finds DeepSpeed's modules that have no file here. Part of `sys.meta_path`, after the finders of files."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: Any = None, target: Any = None) -> Any:
+        if not fullname.startswith(f"{_ROOT}."):
+            return None
+        # Here, since `import infinity.deepspeed` imports no submodule.
+        return import_module(f"{_ROOT}.mirror").find_spec(fullname.removeprefix(f"{_ROOT}."))
+
+
+sys.meta_path.append(_Finder)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,6 @@ classes, which have no instances. Other names and packages are missing, with an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
@@ -46,23 +45,18 @@ class _Placeholder(type):
 
 
 @cache
-def _placeholder(name: str, instead: str) -> type:
+def placeholder(name: str, instead: str) -> type:
+    """Return the placeholder class `name`, the same one for the same arguments. A call of it raises UsageError."""
     refusal = f"DeepSpeed's {name} has no counterpart in Infinity: {instead}"
     return _Placeholder(name, (), {"_refusal": refusal, "__doc__": f"Placeholder: {instead}."})
-
-
-def placeholders(module: str, instead: str, names: Sequence[str]) -> Callable[[str], type]:
-    """Return a `__getattr__` for `module`, whose `names` are placeholder classes. A call raises UsageError."""
-
-    def get(name: str) -> type:
-        if name not in names:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return _placeholder(name, instead)
-
-    return get
 
 
 PIPELINE = "use torch.distributed.pipelining"
 EXPERTS = "experts are trained as parameters of their block, without expert parallelism: pass the model as it is"
 TENSOR_PARALLEL = "use torch.distributed.tensor.parallel, and pass process_group to infinity.initialize()"
 SEQUENCE = "use torch.distributed.tensor.experimental.context_parallel"
+KERNELS = "pass the model unchanged, since no kernels are injected"
+TILES = (
+    "call the module on chunks of the sequence under torch.utils.checkpoint, and concatenate; infinity.nn.TiledLinear "
+    "splits the weights"
+)

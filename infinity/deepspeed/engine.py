@@ -15,16 +15,17 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from infinity.deepspeed.checks import FailedUsageCheck, usage_checks
-from infinity.deepspeed.derivatives import in_derivative, on_copies
 from infinity.deepspeed.engine_names import GETTERS, REFUSED, read
-from infinity.deepspeed.parameter_offload import DeepSpeedZeRoOffload
+from infinity.deepspeed.module import on_copies
 from infinity.deepspeed.states import SavingEngine
+from infinity.deepspeed.zero_init import DeepSpeedZeRoOffload
 from infinity.engine.base import BaseEngine
 from infinity.engine.loss_check import check_scalar
 from infinity.engine.reports import monitor_of
 from infinity.errors import UsageError
 from infinity.observe.monitor import Monitor
 from infinity.rules import RULES
+from infinity.units.modes import in_derivative
 
 ROUTE_TRAIN = "train"
 

@@ -1,4 +1,4 @@
-"""Names of DeepSpeed 0.19.8's `DeepSpeedEngine` that read the config, and names that are refused.
+"""Names of DeepSpeed 0.19.8's `DeepSpeedEngine` that read the config, names that are refused, and names in arguments.
 
 `infinity.deepspeed.engine` generates one method for each. Its class body defines the names that do something.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from enum import Enum
 from typing import Any, NamedTuple
 
 
@@ -165,3 +166,21 @@ def read(settings: Any, reads: Reads) -> Any:
             return reads.default
         value = value[part]
     return value
+
+
+class OffloadDeviceEnum(str, Enum):
+    """Destination of offloaded states."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """Names of states for `engine.offload_states`. lp: in the model's dtype; hp: in fp32."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"

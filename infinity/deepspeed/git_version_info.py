@@ -8,7 +8,7 @@ import torch
 
 import infinity.deepspeed as root
 from infinity.deepspeed.accelerator import get_accelerator
-from infinity.deepspeed.ops.op_builder import compatible_ops
+from infinity.deepspeed.op_builder import compatible_ops
 
 version = root.__version__
 git_hash = root.__git_hash__

@@ -17,16 +17,16 @@ from infinity.deepspeed.checks import FailedModelCheck, config_checks
 from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.front_ends import check_processes
+from infinity.deepspeed.helpers import log_dist
 from infinity.deepspeed.module import EngineModule
 from infinity.deepspeed.parameter_names import answer
-from infinity.deepspeed.runtime.zero.partition_parameters import outside_of_init
 from infinity.deepspeed.settings import in_dtype_of, make_config, read_settings, tag_validation
-from infinity.deepspeed.utils.logging import log_dist
-from infinity.engine import lr_schedules
+from infinity.deepspeed.zero_init import outside_of_init
+from infinity.engine import schedules
 from infinity.engine.arguments import add_config_arguments, check_mpu, config_source
 from infinity.engine.base import BaseEngine, open_engines
-from infinity.engine.client_scheduler import RateScheduler
 from infinity.engine.optimizer import ParamGroups
+from infinity.engine.schedules.client import RateScheduler
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, ModelError
 from infinity.observe.log import logger, show_by_default
@@ -146,7 +146,7 @@ def _make_engine(
 
 def _scheduler(schedule: Scheduler) -> Callable[[torch.optim.Optimizer], RateScheduler]:
     """Return a function that constructs DeepSpeed's scheduler, which begins at iteration -1, on an optimizer."""
-    make: Any = getattr(lr_schedules, schedule.type)
+    make: Any = getattr(schedules, schedule.type)
     params = schedule.params.model_dump(exclude_unset=True)
     return lambda optimizer: cast("RateScheduler", make(optimizer, **params))
 

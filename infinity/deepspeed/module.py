@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from infinity.engine.base import BaseEngine
 from infinity.errors import OutOfMemoryError, UsageError
 from infinity.observe.log import logger
 from infinity.plan.placement import State
+from infinity.units.modes import outside_modes
 
 _Self = TypeVar("_Self", bound="EngineModule")
 
@@ -118,3 +119,13 @@ class EngineModule(nn.Module):
             "an engine cannot be copied or pickled: save it with engine.save_checkpoint(), or its weights with "
             "engine.save_16bit_model()"
         )
+
+
+def on_copies(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the output of `model` with copies in place of its parameters, which get no gradients.
+
+    For torch.func in stages 0 to 2: a derivative may outlive the next update, which writes the parameters' own memory.
+    """
+    with outside_modes(), torch.no_grad():
+        copies = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return torch.func.functional_call(model, copies, tuple(args), dict(kwargs))

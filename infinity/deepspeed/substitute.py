@@ -16,10 +16,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import CodeType, ModuleType
-from typing import Any
+from types import ModuleType
 
 from infinity.deepspeed.absent import alternative
+from infinity.deepspeed.mirror import SameModule
 from infinity.errors import UsageError
 
 SHIM = Path(__file__).parent / "shim"
@@ -94,32 +94,4 @@ class _Finder(importlib.abc.MetaPathFinder):
                 raise ModuleNotFoundError(text, name=fullname)
             return None
         package = found.submodule_search_locations is not None
-        return importlib.machinery.ModuleSpec(fullname, _Loader(found), origin=found.origin, is_package=package)
-
-
-class _Loader(importlib.abc.InspectLoader):
-    """Loads the module of another spec, and leaves its attributes as they are."""
-
-    def __init__(self, spec: importlib.machinery.ModuleSpec) -> None:
-        self._spec = spec
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        return importlib.import_module(self._spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        # The import system has just replaced it by the alias's spec.
-        module.__spec__ = self._spec
-
-    def get_code(self, fullname: str) -> CodeType | None:
-        """Return the code that `python -m deepspeed.x` runs."""
-        code: CodeType | None = self._asked("get_code")
-        return code
-
-    def get_source(self, fullname: str) -> str | None:
-        source: str | None = self._asked("get_source")
-        return source
-
-    def _asked(self, method: str) -> Any:
-        # By name: the loader of an editable install forwards its methods, and is no subclass of InspectLoader.
-        ask = getattr(self._spec.loader, method, None)
-        return None if ask is None else ask(self._spec.name)
+        return importlib.machinery.ModuleSpec(fullname, SameModule(found), origin=found.origin, is_package=package)

@@ -19,16 +19,16 @@ from infinity.comm.join import join_process_group
 from infinity.engine.arguments import check_mpu, config_source, load_config, set_port
 from infinity.engine.base import BaseEngine
 from infinity.engine.client_optimizer import ClientOptimizer, MakeOptimizer, construct_optimizer
-from infinity.engine.client_scheduler import (
+from infinity.engine.dataloader import Collate, make_loader
+from infinity.engine.inference import InferenceEngine
+from infinity.engine.optimizer import ParamGroups, UnitOptimizer
+from infinity.engine.schedules.client import (
     MakeScheduler,
     RateScheduler,
     check_scheduler,
     construct_scheduler,
     constructs_schedulers,
 )
-from infinity.engine.dataloader import Collate, make_loader
-from infinity.engine.inference import InferenceEngine
-from infinity.engine.optimizer import ParamGroups, UnitOptimizer
 from infinity.engine.supported import check_model
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, InfinityError, ModelError, UsageError

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from infinity.config import Config
-from infinity.config.deepspeed.keys import TABLE
-from infinity.config.deepspeed.verdicts import Verdict
-from infinity.config.rulings import ruling
+from infinity.config.deepspeed.keys import TABLE, Verdict
+from infinity.config.reference import ruling
 from infinity.errors import ConfigError
 
 KEYS = (Path(__file__).parent / "deepspeed_keys.txt").read_text().split()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from infinity.config import Batch, Config, Fill, OneCycle, WarmupDecayLR, WarmupLR
-from infinity.config.tree import ABSENT, look
+from infinity.config.draft import ABSENT, look
 
 PUBLIC = Path(__file__).parent / "public"
 SOURCES = json.loads((PUBLIC / "sources.json").read_text())

@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from infinity.config import Config, Scheduler
-from infinity.engine import lr_schedules
-from infinity.engine.lr import factor, make_scheduler, replace_schedule
+from infinity.engine import schedules
+from infinity.engine.schedules.from_config import factor, make_scheduler, replace_schedule
 
 BASE = {"train_micro_batch_size_per_gpu": 1}
 
@@ -161,7 +161,7 @@ def test_schedule_replaced_within_the_warmup_gives_the_rates_of_one_known_from_t
 def test_range_test_and_cycle_are_those_of_the_classes(name: str, params: dict[str, Any]) -> None:
     """Rates, and the momentum that OneCycle changes."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
-    expected = getattr(lr_schedules, name)(optimizer, **params)
+    expected = getattr(schedules, name)(optimizer, **params)
     ours = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     scheduler = make_scheduler(ours, schedule(name, **params), 1e-2)
     assert scheduler is not None

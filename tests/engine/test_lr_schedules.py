@@ -7,6 +7,7 @@ of AdamW with two groups, of rates 0.01 and 0.005.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.engine import lr_schedules
+from infinity.config import Config
+from infinity.engine import lr_schedules, schedules
+from infinity.engine.schedules.formulas import Warmup
+from infinity.engine.schedules.from_config import make_scheduler
 from infinity.errors import ConfigError, UsageError
 
 TABLE: list[dict[str, Any]] = json.loads(Path(__file__).with_name("deepspeed_lr_schedules.json").read_text())
@@ -27,7 +31,7 @@ def two_groups(kind: Any = torch.optim.AdamW, **options: Any) -> torch.optim.Opt
 
 
 def make(row: dict[str, Any], optimizer: Any, **more: Any) -> Any:
-    return getattr(lr_schedules, row["type"])(optimizer, **row["params"], **more)
+    return getattr(schedules, row["type"])(optimizer, **row["params"], **more)
 
 
 @pytest.mark.parametrize("row", TABLE, ids=[f"{number}-{row['type']}" for number, row in enumerate(TABLE)])
@@ -63,7 +67,7 @@ def test_resumes(row: dict[str, Any]) -> None:
 
 def test_step_to_an_iteration() -> None:
     optimizer = two_groups()
-    scheduler = lr_schedules.WarmupLR(optimizer, warmup_num_steps=10, warmup_type="linear")
+    scheduler = schedules.WarmupLR(optimizer, warmup_num_steps=10, warmup_type="linear")
     scheduler.step(5)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([5e-3, 2.5e-3])
     assert scheduler.state_dict() == {"last_batch_iteration": 5}
@@ -73,7 +77,7 @@ def test_tensor_rates_are_written_in_place() -> None:
     """A rate that is a tensor stays the same object, and its original value stays the end of the warm-up."""
     rate = torch.tensor(1e-2)
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=rate, foreach=False)
-    scheduler = lr_schedules.WarmupLR(optimizer, warmup_num_steps=2)
+    scheduler = schedules.WarmupLR(optimizer, warmup_num_steps=2)
     assert optimizer.param_groups[0]["lr"] is rate
     assert rate == 0
     for _ in range(3):
@@ -85,13 +89,13 @@ def test_a_wrapped_optimizer() -> None:
     class Wrapper:
         optimizer = two_groups()
 
-    lr_schedules.LRRangeTest(Wrapper())
+    schedules.LRRangeTest(Wrapper())
     assert Wrapper.optimizer.param_groups[0]["lr"] == 1e-3
 
 
 def test_momentum_without_betas(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = two_groups(torch.optim.SGD, momentum=0.7)
-    scheduler = lr_schedules.OneCycle(optimizer, 1e-3, 1e-2)
+    scheduler = schedules.OneCycle(optimizer, 1e-3, 1e-2)
     assert "SGD has no betas" in caplog.text
     assert scheduler.get_mom() is None
     scheduler.step()
@@ -99,7 +103,7 @@ def test_momentum_without_betas(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_warmup_longer_than_the_schedule_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    lr_schedules.WarmupDecayLR(two_groups(), total_num_steps=3, warmup_num_steps=6)
+    schedules.WarmupDecayLR(two_groups(), total_num_steps=3, warmup_num_steps=6)
     assert "total_num_steps (3) is less than warmup_num_steps (6)" in caplog.text
 
 
@@ -117,10 +121,42 @@ def test_refusals(name: str, params: dict[str, Any], said: str) -> None:
     """A refused scheduler leaves the optimizer's rates unchanged."""
     optimizer = two_groups()
     with pytest.raises(ConfigError, match=said):
-        getattr(lr_schedules, name)(optimizer, **params)
+        getattr(schedules, name)(optimizer, **params)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 5e-3]
 
 
 def test_no_optimizer() -> None:
     with pytest.raises(UsageError, match="optimizer is a list"):
-        lr_schedules.WarmupLR([])
+        schedules.WarmupLR([])
+
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_config_and_classes_share_the_formula(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The front doors have equal rates in the warm-up, except that the classes have the first rate twice. Both change
+    with `Warmup.rise`."""
+    params = {"warmup_num_steps": 6, "warmup_type": kind} | ({} if name == "WarmupLR" else {"total_num_steps": 20})
+    section = Config.load({"train_micro_batch_size_per_gpu": 1, "scheduler": {"type": name, "params": params}})
+
+    def rates(make: Callable[[torch.optim.Optimizer], Any]) -> list[float]:
+        optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-3)
+        scheduler, seen = make(optimizer), []
+        for _ in range(7):
+            seen.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        return seen
+
+    def both() -> tuple[list[float], list[float]]:
+        classes = rates(lambda optimizer: getattr(schedules, name)(optimizer, **params))
+        return rates(lambda optimizer: make_scheduler(optimizer, section.scheduler, 1e-3)), classes
+
+    config, classes = both()
+    assert classes == [config[0], *config[:-1]]
+    monkeypatch.setattr(Warmup, "rise", lambda self, iteration: 0.25)
+    config, classes = both()
+    assert set(config[:6]) == set(classes[1:]) == {0.25e-3}
+
+
+def test_former_module_has_the_same_classes() -> None:
+    assert all(getattr(lr_schedules, name) is getattr(schedules, name) for name in schedules.__all__)

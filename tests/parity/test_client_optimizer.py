@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler as torch_schedulers
 
 import infinity
-from infinity.engine.lr_schedules import OneCycle, WarmupLR
+from infinity.engine.schedules import OneCycle, WarmupLR
 from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
 from infinity.optim import CPUAdam

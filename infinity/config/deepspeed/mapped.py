@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from infinity.config.draft import Draft
+from infinity.config.draft import ABSENT, Draft, look, put
 from infinity.config.fields import ALIGNMENT, show
-from infinity.config.tree import ABSENT, look, put
 from infinity.sizes import format_size
 
 Rule = Callable[[Draft], None]
@@ -234,7 +233,7 @@ def _parameters_below_stage_3(draft: Draft) -> None:
 RENAMES: tuple[Rule, ...] = (_old_bf16, _old_zero, _misplaced_aio, _torch_decay)
 """Rules that run before "auto" is resolved and keys are judged."""
 
-RULES: tuple[Rule, ...] = (
+MAPPINGS: tuple[Rule, ...] = (
     partial(_offload, "cpu_offload", "offload_optimizer"),
     partial(_offload, "cpu_offload_param", "offload_param"),
     partial(_offload, "cpu_offload_params", "offload_param"),

@@ -1,4 +1,4 @@
-"""Translates a configuration with DeepSpeed's keys into one of the schema, with notes on the differences."""
+"""Translates a configuration with DeepSpeed's keys into one of the schema, with notes and DeepSpeed's defaults."""
 
 from __future__ import annotations
 
@@ -6,13 +6,45 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from infinity.config.auto import Fill, resolve_auto
-from infinity.config.deepspeed.dialect import add_defaults
-from infinity.config.deepspeed.keys import TABLE
-from infinity.config.deepspeed.mapped import RENAMES, RULES
-from infinity.config.deepspeed.verdicts import Verdict
-from infinity.config.draft import Draft
-from infinity.config.notes import Dialect, Notes
-from infinity.config.tree import copied, drop, leaves
+from infinity.config.deepspeed.keys import TABLE, Verdict
+from infinity.config.deepspeed.mapped import MAPPINGS, RENAMES
+from infinity.config.draft import ABSENT, Dialect, Draft, Notes, copied, drop, leaves, look
+from infinity.rules import RULES
+
+DEFAULTS: Mapping[str, object] = {
+    "zero_optimization.stage": 0,
+    "gradient_clipping": 1.0,
+    "steps_per_print": 0,
+    "dataloader_drop_last": False,
+}
+"""Full dotted name of a key → DeepSpeed's default."""
+
+OF_OPTIMIZER: Mapping[str, Mapping[str, object]] = {
+    rule.name: {constant.name: constant.deepspeed for constant in rule.constants if constant.deepspeed is not None}
+    for rule in RULES.values()
+}
+"""Name of an optimizer → parameter → DeepSpeed's default."""
+
+_IN_16_BITS = ("bf16.enabled", "fp16.enabled")
+
+OF_SCHEDULER: Mapping[str, Mapping[str, object]] = {"WarmupDecayLR": {"warmup_max_lr": 1e-3}}
+"""Name of a schedule → parameter → DeepSpeed's default."""
+
+
+def add_defaults(draft: Draft) -> None:
+    """Set every absent key whose default differs in DeepSpeed."""
+    for dotted, value in DEFAULTS.items():
+        draft.default(dotted, value)
+    if look(draft.content, "zero_optimization.stage") != 0 or any(map(draft.is_true, _IN_16_BITS)):
+        draft.default("infinity.norm_of", "optimizer")
+    for section, defaults in (("optimizer", OF_OPTIMIZER), ("scheduler", OF_SCHEDULER)):
+        kind = look(draft.content, f"{section}.type")
+        if kind is ABSENT and section == "optimizer" and draft.has(section):
+            kind = "adamw"  # the schema's default type
+        if isinstance(kind, str):
+            for name, value in defaults.get(kind, defaults.get(kind.lower(), {})).items():
+                draft.default(f"{section}.params.{name}", value)
+
 
 _KEEPS_AUTO = ("aio.engine", "data_types.keep_in_fp32_modules")
 """Keys, besides those of section `infinity`, of which "auto" is a value."""
@@ -41,7 +73,7 @@ def translate(
     _resolve_auto(draft, known, fill or Fill())
     _drop_nulls(draft, known)
     _judge(draft)
-    for rule in RULES:
+    for rule in MAPPINGS:
         rule(draft)
     if dialect == "deepspeed":
         add_defaults(draft)

@@ -1,9 +1,0 @@
-"""Placeholders of `deepspeed.pipe`."""
-
-from infinity.deepspeed.absent import PIPELINE, placeholders
-
-__getattr__ = placeholders(
-    __name__,
-    PIPELINE,
-    ("PipelineModule", "LayerSpec", "TiedLayerSpec"),
-)

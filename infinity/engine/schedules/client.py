@@ -1,0 +1,96 @@
+"""A learning-rate scheduler that the user constructed, or a function that constructs one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from infinity.errors import ConfigError, UsageError
+
+_METHODS = ("step", "state_dict", "load_state_dict")
+
+
+class RateScheduler(Protocol):
+    """A scheduler that an engine steps: torch's, those of `infinity.engine.schedules`, and others."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any: ...
+    def get_last_lr(self) -> list[Any]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+
+
+MakeScheduler = Callable[[torch.optim.Optimizer], RateScheduler]
+
+
+def constructs_schedulers(scheduler: Any) -> bool:
+    """Return True for a class or function, and False for a scheduler, which may be callable as well."""
+    return isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step"))
+
+
+def check_scheduler(scheduler: Any, *optimizers: torch.optim.Optimizer | None) -> None:
+    """Raise ConfigError if `scheduler` is no scheduler, or sets the rates of another optimizer than `optimizers`."""
+    kind = type(scheduler).__name__
+    lacks = [name for name in _METHODS if not callable(getattr(scheduler, name, None))]
+    if lacks:
+        raise ConfigError(
+            f"lr_scheduler ({kind}) has no {', '.join(lacks)}: pass a scheduler of the optimizer, or a function of the "
+            "optimizer that returns one"
+        )
+    driven = getattr(scheduler, "optimizer", None)
+    if driven is not None and not any(driven is optimizer for optimizer in optimizers if optimizer is not None):
+        raise ConfigError(
+            f"lr_scheduler ({kind}) sets the rates of a {type(driven).__name__} that the engine does not use, so the "
+            "rates would never change: pass that optimizer as optimizer=, or pass a function of the optimizer that "
+            "returns the scheduler"
+        )
+
+
+class ScheduleArguments:
+    """Checks the arguments of a scheduler's `step` before the update that precedes it."""
+
+    def __init__(self) -> None:
+        self._scheduler: RateScheduler | None = None
+        self._needed: list[str] = []
+        """Arguments without a default of `_scheduler.step`."""
+
+    def arguments(self, scheduler: RateScheduler | None, lr_kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """Return the arguments for `scheduler.step`. Raises UsageError if `lr_kwargs` does not fit."""
+        if scheduler is not self._scheduler:
+            self._scheduler = scheduler
+            self._needed = _needed_arguments(scheduler) if scheduler is not None else []
+        if scheduler is None or not (lr_kwargs or self._needed):
+            return {}
+        kind, given = type(scheduler).__name__, dict(lr_kwargs or {})
+        try:
+            inspect.signature(scheduler.step).bind(**given)
+        except TypeError as error:
+            example = ", ".join(f'"{name}": …' for name in self._needed) or "…"
+            raise UsageError(
+                f"{kind}.step() cannot be called with lr_kwargs = {given}: {error}. Pass "
+                f"engine.step(lr_kwargs={{{example}}}), or leave lr_scheduler out of initialize() and step {kind} "
+                "yourself"
+            ) from None
+        return given
+
+
+def _needed_arguments(scheduler: RateScheduler) -> list[str]:
+    flexible = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in flexible]
+
+
+def construct_scheduler(
+    scheduler: RateScheduler | MakeScheduler, optimizer: torch.optim.Optimizer, client: torch.optim.Optimizer | None
+) -> RateScheduler:
+    """Return a scheduler of `optimizer`, the engine's, from an instance that was checked or from a function of it.
+
+    client: the client's optimizer, whose param_groups `optimizer` shares.
+    """
+    if not constructs_schedulers(scheduler):
+        return scheduler  # type: ignore[return-value]
+    constructed = scheduler(optimizer)  # type: ignore[operator]
+    check_scheduler(constructed, optimizer, client)
+    return constructed
