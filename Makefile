@@ -122,7 +122,7 @@ gpu-dry-run: install ## run each call of bench/gpu_check.sh on the emulated devi
 	$(VENV)/bin/python -m pytest -m campaign tests/bench/test_gpu_check.py -k dry_run $(ARGS)
 
 # Passive: threads of torch that spin while they wait take the cores from those that read, write and update.
-run: install ## train a GPT-2 that is larger than the memory of its process, for about two and a half minutes
+run: $(if $(wildcard $(VENV)/.installed),install,$(VENV)/.runnable) ## train a GPT-2 that is larger than the memory of its process, for about two and a half minutes
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python bench/larger_than_memory.py $(ARGS)
 
 bench: install ## measure a training step against an in-memory loop; BENCH=predict: another script of bench/
@@ -151,6 +151,13 @@ $(VENV)/.torch: constraints.txt | $(VENV)/.created
 	$(if $(TORCH),$(PIP) install torch==$(TORCH),$(PIP_INSTALL) "$$(grep '^torch==' constraints.txt)")
 	@touch $@
 
+# For `make run` alone: a tenth of the packages, and no CUDA kernels for a torch without CUDA. `make install` adds the rest.
+$(VENV)/.runnable: requirements/run.txt pyproject.toml $(NATIVE) | $(VENV)/.torch
+	$(PIP) install --quiet --require-hashes --no-deps --requirement requirements/run.txt
+	$(PIP) install --quiet --no-build-isolation --no-deps --editable . --config-settings=cmake.define.INFINITY_CUDA=$$( \
+		$(VENV)/bin/python -c 'import torch; print("AUTO" if torch.version.cuda else "OFF")')
+	@touch $@
+
 # All other packages, each file with its hash: the build's tools and those of the extras [test,plots,lint].
 $(VENV)/.packages: requirements/develop.txt | $(VENV)/.torch
 	$(PIP) install --quiet --require-hashes --no-deps --requirement requirements/develop.txt
@@ -159,7 +166,7 @@ $(VENV)/.packages: requirements/develop.txt | $(VENV)/.torch
 
 # Editable: Python files are used where they are. --no-build-isolation: built with the pinned tools, and again incrementally.
 $(VENV)/.installed: $(VENV)/.packages pyproject.toml $(NATIVE)
-	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
+	$(PIP) install --quiet --no-build-isolation --no-deps --editable . --config-settings=cmake.define.INFINITY_CUDA=AUTO
 	@touch $@
 
 # The libraries of the extra [integrations], by name, so that the package is not built again.
