@@ -11,7 +11,7 @@ from infinity.gpt2.data import TokenDataset, load_corpus
 from infinity.gpt2.model import GPT2, GPT2Config
 
 STATE_BYTES = 16
-"""Of a parameter in fp32 with AdamW: the parameter, its gradient and two moments, 4 bytes each."""
+"""Bytes of states per parameter: the parameter, its gradient and AdamW's two moments, in fp32."""
 
 
 @dataclass(frozen=True)
