@@ -123,7 +123,7 @@ gpu-dry-run: install ## run each call of bench/gpu_check.sh on the emulated devi
 
 # Passive: threads of torch that spin while they wait take the cores from those that read, write and update.
 run: $(if $(wildcard $(VENV)/.installed),install,$(VENV)/.runnable) ## train a GPT-2 that is larger than the memory of its process, for about two and a half minutes
-	OMP_WAIT_POLICY=passive $(VENV)/bin/python bench/larger_than_memory.py $(ARGS)
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python bench/demo.py $(ARGS)
 
 bench: install ## measure a training step against an in-memory loop; BENCH=predict: another script of bench/
 	$(VENV)/bin/python bench/$(BENCH).py $(ARGS)

@@ -1,6 +1,6 @@
 """Checks what a wheel or an sdist contains.
 
-    python lint/wheel.py dist/infinity_engine-0.1.0-cp311-cp311-manylinux_2_35_x86_64.whl dist/infinity_engine-0.1.0.tar.gz
+    python lint/wheel.py dist/infinity_engine-0.1.0-*.whl dist/infinity_engine-0.1.0.tar.gz
 
 A wheel has the package, its compiled modules, the stubs, `py.typed` and the license, and nothing else: no tests, no
 results of benchmarks, no sources to compile. An sdist has what a build needs. Exits with 1 if either does not hold.

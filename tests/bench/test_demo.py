@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-import larger_than_memory
+import demo
 import memory_limit
 import plain_gpt2
 from infinity.gpt2.model import GPT2, GPT2Config
 
-SCRIPT = Path(__file__).parents[2] / "bench" / "larger_than_memory.py"
+SCRIPT = Path(__file__).parents[2] / "bench" / "demo.py"
 TINY = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2"]
 TINY += ["--seq-length", "32", "--data", "text.txt", "--train-iters", "2"]
 SHAPE = GPT2Config(vocab_size=256, seq_length=32, num_layers=3, hidden_size=32, num_attention_heads=2)
@@ -30,7 +30,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The limits that would be set; this process goes on without one. The plain loop runs here, too."""
     asked: list[int] = []
     monkeypatch.setattr(memory_limit, "limit_memory", asked.append)
-    monkeypatch.setattr(larger_than_memory, "attempt_plain", lambda arguments: asked.append(-1))
+    monkeypatch.setattr(demo, "attempt_plain", lambda arguments: asked.append(-1))
     return asked
 
 
@@ -41,26 +41,26 @@ def left() -> set[str]:
 def test_need_stands_in_progress_and_closing_table_and_no_file_is_left(
     limits: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert larger_than_memory.main(TINY) == 0
+    assert demo.main(TINY) == 0
     out = capsys.readouterr().out
     (need,) = re.findall(r"a plain PyTorch loop needs (.*):\n", out)
     assert re.search(rf"step 2/2: loss .*; peak memory [\d.]+ [MG]B, a plain loop needs {re.escape(need)}\n", out)
     assert re.search(rf"a plain loop's need +{re.escape(need)} ", out)
     assert "16 bytes a parameter" in out and "left on disk" not in out
     assert limits[0] == -1  # the plain loop came first
-    assert limits[1] > larger_than_memory.MEMORY
+    assert limits[1] > demo.MEMORY
     assert left() == set()
 
 
 def test_plain_loop_trains_where_memory_suffices(limits: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert larger_than_memory.main([*TINY, "--plain", "--memory-limit", "none"]) == 0
+    assert demo.main([*TINY, "--plain", "--memory-limit", "none"]) == 0
     out = capsys.readouterr().out
     assert "plain loop: step 2/2: loss " in out and "plain loop: done, peak memory " in out
     assert limits == [resource.RLIM_INFINITY]
 
 
 def test_a_limit_above_the_need_is_said_to_show_nothing(limits: list[int], capsys: pytest.CaptureFixture[str]) -> None:
-    assert larger_than_memory.main([*TINY, "--memory-limit", "900GB"]) == 0
+    assert demo.main([*TINY, "--memory-limit", "900GB"]) == 0
     out = capsys.readouterr().out
     assert "memory limit of this process: 900 GB (RLIMIT_DATA, private memory)\nThe plain loop fits." in out
     assert limits == [-1, 900 * 10**9]
@@ -77,7 +77,7 @@ def test_lack_of_memory_is_one_line_that_says_where(
 
     where = (plain_gpt2, "GPT2") if step == "construction" else (plain_gpt2.torch.Tensor, "backward")
     monkeypatch.setattr(*where, fail)
-    assert larger_than_memory.main([*TINY, "--plain"]) == larger_than_memory.FAILED
+    assert demo.main([*TINY, "--plain"]) == demo.FAILED
     place = "the construction of the model" if step == "construction" else "the backward pass of step 1"
     assert f"plain loop: out of memory in {place}: DefaultCPUAllocator: can't allocate" in capsys.readouterr().out
 
@@ -88,7 +88,7 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(limits: list[int], monk
 
     monkeypatch.setattr(plain_gpt2, "GPT2", fail)
     with pytest.raises(RuntimeError, match="shapes do not match"):
-        larger_than_memory.main([*TINY, "--plain"])
+        demo.main([*TINY, "--plain"])
     assert plain_gpt2.is_out_of_memory(MemoryError()) and plain_gpt2.is_out_of_memory(RuntimeError("std::bad_alloc"))
 
 
@@ -96,7 +96,7 @@ def test_a_drive_that_is_too_small_is_one_line_before_anything_runs(
     limits: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     huge = ["--num-layers", "40000", "--hidden-size", "4096", "--num-attention-heads", "32"]
-    assert larger_than_memory.main([*huge, "--data", "text.txt"]) == 2
+    assert demo.main([*huge, "--data", "text.txt"]) == 2
     error = capsys.readouterr().err
     assert re.search(r"The states take 129 TB in runs/states, and its drive has .* free\. Name a folder", error)
     assert error.count("\n") == 1 and limits == [] and left() == set()
@@ -105,16 +105,16 @@ def test_a_drive_that_is_too_small_is_one_line_before_anything_runs(
 @pytest.mark.parametrize("flags", [["--memory-limit", "much"], ["--batch-size", "0"]])
 def test_flags_out_of_their_range_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        larger_than_memory.main(flags)
+        demo.main(flags)
     assert f"argument {flags[0]}: " in capsys.readouterr().err
 
 
 def test_default_model_needs_twice_its_memory() -> None:
     """101 M parameters: the states alone exceed what the limit leaves beside Python and torch."""
-    shape = larger_than_memory.SHAPE
+    shape = demo.SHAPE
     assert shape.num_parameters == 101_041_152
-    need = plain_gpt2.need_of(shape, larger_than_memory.BATCH_SIZE, 244_000_000)
-    assert need.states == 16 * shape.num_parameters > 2 * larger_than_memory.MEMORY
+    need = plain_gpt2.need_of(shape, demo.BATCH_SIZE, 244_000_000)
+    assert need.states == 16 * shape.num_parameters > 2 * demo.MEMORY
     assert need.total == need.states + need.activations + need.process
     assert need.activations < need.states / 4
 

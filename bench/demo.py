@@ -165,10 +165,10 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] | No
         if args.plain:
             return run_plain(args)
     except (InfinityError, OSError) as error:
-        print(f"larger_than_memory.py: {error}", file=sys.stderr)
+        print(f"demo.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("larger_than_memory.py: stopped", file=sys.stderr)
+        print("demo.py: stopped", file=sys.stderr)
         return 130
     print("Infinity:" if args.memory_limit == NO_LIMIT else "Infinity, under the same limit:", flush=True)
     return pretrain_gpt2.run(job_options(args, need), clock or (lambda: time.monotonic() - began))
