@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] | No
         print("demo.py: stopped", file=sys.stderr)
         return 130
     print("Infinity:" if args.memory_limit == NO_LIMIT else "Infinity, under the same limit:", flush=True)
-    return pretrain_gpt2.run(job_options(args, need), clock or (lambda: time.monotonic() - began))
+    return pretrain_gpt2.run(job_options(args, need), clock or (lambda: time.monotonic() - began), "demo.py")
 
 
 if __name__ == "__main__":

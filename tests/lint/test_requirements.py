@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from importlib import metadata
 from pathlib import Path
 
@@ -69,3 +71,17 @@ def test_requirements_of_make_run_are_complete() -> None:
             wanted += metadata.requires(name) or []
         except metadata.PackageNotFoundError:  # needed on another Python
             assert "python_" in requirement
+
+
+def test_make_run_installs_no_tools_of_development(tmp_path: Path) -> None:
+    """Beside an environment that make install completed, make run keeps it complete."""
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("make is not installed")
+
+    def commands() -> str:
+        return subprocess.run([make, "-n", "run", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True).stdout
+
+    assert "requirements/run.txt" in commands() and "requirements/develop.txt" not in commands()
+    (tmp_path / ".installed").touch()
+    assert "requirements/run.txt" not in commands() and "requirements/develop.txt" in commands()
