@@ -122,8 +122,9 @@ gpu-bundle: $(VENV)/.created ## fill build/gpu-bundle with what a CUDA machine w
 gpu-dry-run: install ## run each call of bench/gpu_check.sh on the emulated device of tests/late, with tiny models
 	$(VENV)/bin/python -m pytest -m campaign tests/bench/test_gpu_check.py -k dry_run $(ARGS)
 
-run: install ## train a GPT-2 with every state on NVMe
-	$(VENV)/bin/python bench/pretrain_gpt2.py $(ARGS)
+# Passive: threads of torch that spin while they wait take the cores from those that read, write and update.
+run: $(if $(wildcard $(VENV)/.installed),install,$(VENV)/.runnable) ## train a GPT-2 that is larger than the memory of its process, for about two and a half minutes
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python bench/demo.py $(ARGS)
 
 bench: install ## measure a training step against an in-memory loop; BENCH=predict: another script of bench/
 	$(VENV)/bin/python bench/$(BENCH).py $(ARGS)
@@ -146,9 +147,17 @@ $(VENV)/.created:
 	@touch $@
 
 # First and by itself, so that what else is installed takes this torch for its own. Large: pip shows its progress.
+# --no-compile: Python compiles the modules that are imported, a few of them, at their first import.
 # With TORCH, without constraints: older releases of torch require other versions, such as of sympy.
 $(VENV)/.torch: constraints.txt | $(VENV)/.created
-	$(if $(TORCH),$(PIP) install torch==$(TORCH),$(PIP_INSTALL) "$$(grep '^torch==' constraints.txt)")
+	$(if $(TORCH),$(PIP) install --no-compile torch==$(TORCH),$(PIP_INSTALL) --no-compile "$$(grep '^torch==' constraints.txt)")
+	@touch $@
+
+# For `make run` alone: a tenth of the packages, and no CUDA kernels for a torch without CUDA. `make install` adds the rest.
+$(VENV)/.runnable: requirements/run.txt pyproject.toml $(NATIVE) | $(VENV)/.torch
+	$(PIP) install --quiet --no-compile --require-hashes --no-deps --requirement requirements/run.txt
+	$(PIP) install --quiet --no-build-isolation --no-deps --editable . --config-settings=cmake.define.INFINITY_CUDA=$$( \
+		$(VENV)/bin/python -c 'import torch; print("AUTO" if torch.version.cuda else "OFF")')
 	@touch $@
 
 # All other packages, each file with its hash: the build's tools and those of the extras [test,plots,lint].
@@ -159,13 +168,15 @@ $(VENV)/.packages: requirements/develop.txt | $(VENV)/.torch
 
 # Editable: Python files are used where they are. --no-build-isolation: built with the pinned tools, and again incrementally.
 $(VENV)/.installed: $(VENV)/.packages pyproject.toml $(NATIVE)
-	$(PIP) install --quiet --no-build-isolation --no-deps --editable .
+	@! ls -d $(VENV)/lib/python*/site-packages/infinity-[0-9]*.dist-info >/dev/null 2>&1 || \
+		$(PIP) uninstall --quiet --yes infinity  # the distribution's former name: both would serve the same import
+	$(PIP) install --quiet --no-build-isolation --no-deps --editable . --config-settings=cmake.define.INFINITY_CUDA=AUTO
 	@touch $@
 
 # The libraries of the extra [integrations], by name, so that the package is not built again.
 $(VENV)/.integrations: $(VENV)/.installed
 	$(PIP_INSTALL) --quiet $$($(VENV)/bin/python -c 'import importlib.metadata as m; print(*(r.split(";")[0].strip() \
-		for r in m.requires("infinity") if "integrations" in r.partition(";")[2]))')
+		for r in m.requires("infinity-engine") if "integrations" in r.partition(";")[2]))')
 	@touch $@
 
 # Before what .venv has: LLaMA-Factory refuses newer releases.

@@ -28,7 +28,17 @@ from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
-PACKAGES = ("torch", "numpy", "transformers", "pydantic", "psutil", "pytest", "pytest-xdist", "hypothesis", "infinity")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "transformers",
+    "pydantic",
+    "psutil",
+    "pytest",
+    "pytest-xdist",
+    "hypothesis",
+    "infinity-engine",
+)
 GPU = (
     "name",
     "driver_version",

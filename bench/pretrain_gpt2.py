@@ -116,17 +116,27 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] | No
     clock: seconds since the job started, monotonic; it starts now by default.
     """
     began = time.monotonic()
+    args = parse(arguments)
+    try:
+        options = job_options(args)
+    except InfinityError as error:
+        print(f"pretrain_gpt2.py: {error}", file=sys.stderr)
+        return 2
+    return run(options, clock or (lambda: time.monotonic() - began))
+
+
+def run(options: JobOptions, clock: Callable[[], float], name: str = "pretrain_gpt2.py") -> int:
+    """Run a job and print its error, if it fails, after the script's name. Returns the exit code, as `main` does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # torchrun's signal to stop; end as after Ctrl-C
     logging.getLogger("infinity").setLevel(logging.WARNING)  # the job prints these facts itself
-    args = parse(arguments)
     with ExitStack() as stack:  # undone when the exception is gone, since its frames refer to parameters
         try:
-            job.run(job_options(args), stack, clock or (lambda: time.monotonic() - began))
+            job.run(options, stack, clock)
         except (InfinityError, OSError) as error:
-            print(f"pretrain_gpt2.py: {error}", file=sys.stderr)
+            print(f"{name}: {error}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
-            print("pretrain_gpt2.py: stopped; no checkpoint was saved", file=sys.stderr)
+            print(f"{name}: stopped; no checkpoint was saved", file=sys.stderr)
             return 130
     return 0
 

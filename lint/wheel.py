@@ -1,6 +1,6 @@
 """Checks what a wheel or an sdist contains.
 
-    python lint/wheel.py dist/infinity-0.1.0-cp311-cp311-manylinux_2_35_x86_64.whl dist/infinity-0.1.0.tar.gz
+    python lint/wheel.py dist/infinity_engine-0.1.0-*.whl dist/infinity_engine-0.1.0.tar.gz
 
 A wheel has the package, its compiled modules, the stubs, `py.typed` and the license, and nothing else: no tests, no
 results of benchmarks, no sources to compile. An sdist has what a build needs. Exits with 1 if either does not hold.
@@ -31,8 +31,8 @@ IN_WHEEL = (
     "infinity/native/_aio.pyi",
     "infinity/native/_heartbeat.*.so",
     "infinity/native/_heartbeat.pyi",
-    "infinity-*.dist-info/entry_points.txt",
-    "infinity-*.dist-info/licenses/LICENSE",
+    "infinity_engine-*.dist-info/entry_points.txt",
+    "infinity_engine-*.dist-info/licenses/LICENSE",
 )
 IN_SDIST = (
     "CMakeLists.txt",
@@ -47,7 +47,7 @@ IN_SDIST = (
     "pyproject.toml",
     "tests/conftest.py",
 )
-_FOREIGN = re.compile(r"(?!infinity/|infinity-[^/]+\.dist-info/)")
+_FOREIGN = re.compile(r"(?!infinity/|infinity_engine-[^/]+\.dist-info/)")
 _UNWANTED = re.compile(r"\.(cpp|h|cu|cuh|o|pyc)$|(^|/)(tests|__pycache__)/|(^|/)bench/results/")
 _EXTRAS = {"docs", "hjson", "integrations", "lint", "plots", "test"}
 

@@ -155,7 +155,8 @@ class Job:
             end = show_seconds(JOB_SECONDS)
             self._print(f"steps: chosen after step {MEASURED_STEPS}, so that the job ends after about {end}")
         self._print()
-        with Progress(steps, done=self._engine.global_steps, console=self._console) as progress:
+        plain = self._options.plain_bytes
+        with Progress(steps, done=self._engine.global_steps, console=self._console, plain_bytes=plain) as progress:
             if steps is None:
                 sample = self._options.sample_bytes
                 steps = self._training.choose_steps(progress, record, prompts=len(PROMPTS), sample=sample)
@@ -183,7 +184,8 @@ class Job:
         sample_seconds = self._clock() - began if texts else 0.0
         if training.rank != 0:
             return
-        outputs += write_outputs(training, options.output, texts)
+        if options.output is not None:
+            outputs += write_outputs(training, options.output, texts)
         if texts:
             prompts = ", ".join(repr(prompt.strip()) for prompt in PROMPTS)
             self._console.rule(f"sample: {options.sample_bytes} bytes after each of {prompts}")
@@ -192,8 +194,10 @@ class Job:
             self._console.rule("this run")
             self._console.print(closing_table(training.meter.totals, parameters=options.shape.num_parameters,
                                               losses=training.last_losses(), tier_bytes=tiers,
-                                              job_seconds=self._clock(), sample_seconds=sample_seconds))  # fmt: skip
-        self._print(*output_lines(outputs), sep="\n")
+                                              job_seconds=self._clock(), sample_seconds=sample_seconds,
+                                              plain_bytes=options.plain_bytes))  # fmt: skip
+        if outputs:
+            self._print(*output_lines(outputs), sep="\n")
 
     def _save(self, folder: Path, steps: int) -> list[Output]:
         path = self._engine.save_checkpoint(folder, client_state=self._training.client_state(steps))

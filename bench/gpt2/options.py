@@ -50,8 +50,10 @@ class JobOptions:
     """File for one JSON object per step."""
     nvme_path: str | None = None
     """Folder for states on NVMe, without `config`; None: `nvme` in `output`."""
-    output: Path = Path("runs/gpt2")
-    """Folder for the loss curve and the sample."""
+    output: Path | None = Path("runs/gpt2")
+    """Folder for the loss curve and the sample; None: neither is written."""
+    plain_bytes: int | None = None
+    """Host memory that a plain loop for the same model needs, to show beside the job's; None: not shown."""
 
     def __post_init__(self) -> None:
         if self.shape.vocab_size < VOCAB_SIZE:
@@ -68,7 +70,7 @@ class JobOptions:
 
     @property
     def nvme_folder(self) -> Path:
-        return Path(self.nvme_path or self.output / "nvme")
+        return Path(self.nvme_path or (self.output or Path()) / "nvme")
 
     @property
     def sample_bytes(self) -> int:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt2.meter import StepRecord
-from infinity.observe.units import show_seconds
+from infinity.observe.units import show_bytes, show_seconds
 
 RECENT = 20
 """Speeds shown are means of this many steps."""
@@ -24,14 +24,23 @@ class Progress:
     """`with Progress(300) as progress:` and `progress.update(record)` after each step."""
 
     def __init__(
-        self, steps: int | None, *, done: int = 0, console: Console | None = None, seconds_between_lines: float = 10
+        self,
+        steps: int | None,
+        *,
+        done: int = 0,
+        console: Console | None = None,
+        seconds_between_lines: float = 10,
+        plain_bytes: int | None = None,
     ) -> None:
-        """steps: number of steps, or None until `set_steps` gives it."""
+        """steps: number of steps, or None until `set_steps` gives it. plain_bytes: host memory that a plain loop needs,
+        to show beside the peak; None: neither is shown.
+        """
         self.console = console or Console()
         self._steps, self._done = steps, done
         self._recent: deque[StepRecord] = deque(maxlen=RECENT)
         self._held_out: float | None = None
         self._activity = ""
+        self._plain_bytes = plain_bytes
         self._live = Live(self, console=self.console, refresh_per_second=4, transient=False)
         self._between, self._last_line = seconds_between_lines, -math.inf
 
@@ -55,7 +64,7 @@ class Progress:
             if now - self._last_line >= self._between or self._done == self._steps:
                 self._last_line = now
                 left = "" if self._done == self._steps else f", {self._time_left()}"
-                self.console.print(f"{self._position()}: {self._figures().plain}{left}", soft_wrap=True)
+                self.console.print(f"{self._position()}: {self._figures().plain}{left}{self._memory()}", soft_wrap=True)
 
     def set_steps(self, steps: int) -> None:
         """Set the number of steps, once it is known."""
@@ -81,7 +90,8 @@ class Progress:
         left = self._activity or (self._time_left() if self._recent else "first step")
         bar = ProgressBar(total=self._steps, completed=self._done)
         head.add_row(Text(self._position(), "bold"), bar, Text(left, "cyan"))
-        yield Group(head, self._figures())
+        memory = self._memory()
+        yield Group(head, self._figures(), *([Text(memory.removeprefix("; "))] if memory else []))
 
     def _position(self) -> str:
         return f"step {self._done}" if self._steps is None else f"step {self._done}/{self._steps}"
@@ -91,6 +101,13 @@ class Progress:
             return "measuring speed"
         a_step = sum(r.seconds for r in self._recent) / max(1, len(self._recent))
         return f"{show_seconds((self._steps - self._done) * a_step)} left"
+
+    def _memory(self) -> str:
+        """The peak of host memory beside a plain loop's need, to append to a line."""
+        if self._plain_bytes is None or not self._recent:
+            return ""
+        peak = show_bytes(self._recent[-1].host_peak_bytes)
+        return f"; peak memory {peak}, a plain loop needs {show_bytes(self._plain_bytes)}"
 
     def _figures(self) -> Text:
         if not self._recent:

@@ -19,11 +19,13 @@ def closing_table(
     losses: Mapping[str, float],
     job_seconds: float | None = None,
     sample_seconds: float = 0.0,
+    plain_bytes: int | None = None,
 ) -> Table:
     """Return the closing table of a run.
 
     `tier_bytes` is the size of each tier by name; `losses` are the ones worth naming ("held-out": 1.9); `job_seconds`
-    is the duration of the whole job, if the caller knows it; `sample_seconds` is that of its sample.
+    is the duration of the whole job, if the caller knows it; `sample_seconds` is that of its sample; `plain_bytes` is
+    the host memory that a plain loop needs, if the caller knows it.
     """
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("what", style="bold", no_wrap=True)
@@ -31,7 +33,7 @@ def closing_table(
     table.add_column("remark", style="dim")
     for title, rows in (
         ("learning", _learning(totals, parameters, losses)),
-        ("memory", _memory(totals, parameters, tier_bytes)),
+        ("memory", _memory(totals, parameters, tier_bytes, plain_bytes)),
         ("NVMe traffic", _traffic(totals, parameters)),
         ("time", _time(totals, job_seconds, sample_seconds)),
     ):
@@ -56,12 +58,15 @@ def _learning(totals: Totals, parameters: int, losses: Mapping[str, float]) -> l
     return rows + [(f"loss, {name}", f"{loss:.3f}", "nats a token") for name, loss in losses.items()]
 
 
-def _memory(totals: Totals, parameters: int, tier_bytes: Mapping[str, int]) -> list[Row]:
+def _memory(totals: Totals, parameters: int, tier_bytes: Mapping[str, int], plain_bytes: int | None) -> list[Row]:
     rows = [
         (f"{tier} tier", show_bytes(count), f"{count / parameters:.2f} bytes a parameter")
         for tier, count in tier_bytes.items()
     ]
     rows += [("peak host memory", show_bytes(totals.host_peak_bytes), "resident, with Python and torch")]
+    if plain_bytes is not None:
+        share = totals.host_peak_bytes / plain_bytes
+        rows += [("a plain loop's need", show_bytes(plain_bytes), f"in host memory; this run took {share:.0%} of it")]
     if totals.device_peak_bytes:
         rows += [("peak device memory", show_bytes(totals.device_peak_bytes), "allocated")]
     return rows

@@ -114,7 +114,7 @@ def _build(kit: Kit) -> None:
         name = "build" if kernels else "build-no-kernels"
         command = package.build(made, package.architecture(), kit.root, kernels=kernels)
         if kit.steps.run(name, 240, command).passed:
-            (wheel,) = made.glob("infinity-*.whl")
+            (wheel,) = made.glob("infinity_engine-*.whl")
             kit.steps.run(f"{name}-install", 60, package.install(kit.site, [wheel]))
             if kernels:
                 shutil.copy(wheel, kit.results)

@@ -42,7 +42,7 @@ def carried_wheel(folder: Path, root: Path = ROOT) -> tuple[Path | None, str]:
     A wheel of other sources is left out, since a call measures the package of this tree.
     """
     tag = "cp{}{}".format(*sys.version_info[:2])
-    wheels = sorted(folder.glob("infinity-*.whl"))
+    wheels = sorted(folder.glob("infinity_engine-*.whl"))
     fitting = [wheel for wheel in wheels if f"-{tag}-" in wheel.name]
     if not fitting:
         return None, f"{wheels[-1].name} is for another Python than {tag}" if wheels else ""
@@ -54,7 +54,7 @@ def carried_wheel(folder: Path, root: Path = ROOT) -> tuple[Path | None, str]:
 
 def other_wheels(folder: Path) -> list[Path]:
     """Return the wheels of a folder, without Infinity's."""
-    return sorted(path for path in folder.glob("*.whl") if not path.name.startswith("infinity-"))
+    return sorted(path for path in folder.glob("*.whl") if not path.name.startswith("infinity_engine-"))
 
 
 def install(site: Path, wheels: Sequence[Path]) -> list[str | Path]:

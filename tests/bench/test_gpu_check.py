@@ -185,7 +185,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def carry(tree: Path, tag: str, sources: str) -> Path:
-    wheel = tree / "wheels" / f"infinity-1-{tag}-{tag}-linux_x86_64.whl"
+    wheel = tree / "wheels" / f"infinity_engine-1-{tag}-{tag}-linux_x86_64.whl"
     wheel.touch()
     (tree / "wheels" / package.HASH_FILE).write_text(sources + "\n")
     return wheel
@@ -342,7 +342,7 @@ def test_a_build_without_kernels_counts_as_failed_and_the_rest_runs(tmp_path: Pa
     kit = kit_of(tmp_path, fails=("INFINITY_CUDA=ON", "_adam_cuda"))
     made = kit.work / "wheel"
     made.mkdir()
-    (made / "infinity-1-cp312-cp312-linux_x86_64.whl").touch()
+    (made / "infinity_engine-1-cp312-cp312-linux_x86_64.whl").touch()
     assert calls.install(kit)
     what = {one.step: one.passed for one in kit.steps.outcomes}
     assert not what["build"] and what["build-no-kernels"] and what["build-no-kernels-install"]
@@ -353,19 +353,19 @@ def test_a_wheel_that_was_built_is_left_in_the_results_with_its_sources(tmp_path
     kit = kit_of(tmp_path)
     made = kit.work / "wheel"
     made.mkdir()
-    name = f"infinity-1-{HERE}-{HERE}-linux_x86_64.whl"
+    name = f"infinity_engine-1-{HERE}-{HERE}-linux_x86_64.whl"
     (made / name).touch()
     assert calls.install(kit)
     assert package.carried_wheel(kit.results, ROOT) == (kit.results / name, "")
 
 
 def test_a_carried_wheel_whose_kernels_do_not_load_is_replaced_by_a_build(tmp_path: Path) -> None:
-    wheel = tmp_path / "infinity-1.whl"
+    wheel = tmp_path / "infinity_engine-1.whl"
     wheel.touch()
     kit = kit_of(tmp_path, fails=("why_not",), INFINITY_WHEEL=str(wheel))
     made = kit.work / "wheel"
     made.mkdir()
-    (made / "infinity-1-cp312-cp312-linux_x86_64.whl").touch()
+    (made / "infinity_engine-1-cp312-cp312-linux_x86_64.whl").touch()
     calls.install(kit)
     steps_in_order = [one.step for one in kit.steps.outcomes]
     assert steps_in_order[:4] == ["package", "kernels-carried", "build", "build-install"]

@@ -1,14 +1,24 @@
-"""requirements/develop.txt: hashes of the versions that constraints.txt pins."""
+"""requirements/develop.txt: hashes of the versions that constraints.txt pins. requirements/run.txt is a part of it."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 LOCK = (ROOT / "requirements" / "develop.txt").read_text(encoding="utf-8")
+
+
+RUN = (ROOT / "requirements" / "run.txt").read_text(encoding="utf-8")
+
+
+def blocks(text: str) -> set[str]:
+    return set(re.split(r"\n(?=[a-z0-9])", text.rstrip("\n"))[1:])
 
 
 def pinned(text: str) -> set[tuple[str, str]]:
@@ -37,3 +47,41 @@ def test_dependencies_of_the_package_are_there() -> None:
     wanted = [*project["dependencies"], *extras["test"], *extras["plots"], *extras["lint"]]
     names = {re.split(r"[^a-z0-9-]", each.lower())[0] for each in wanted} - {"torch"}
     assert names <= {name for name, _ in pinned(LOCK)}
+
+
+def test_requirements_of_make_run_are_a_part_of_the_others() -> None:
+    assert blocks(RUN) < blocks(LOCK)
+
+
+def test_requirements_of_make_run_are_complete() -> None:
+    """Dependencies of the package and of its build, and theirs, are there or come with torch."""
+    tomllib = pytest.importorskip("tomllib")
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        project = tomllib.load(file)
+    names, seen = {name for name, _ in pinned(RUN)} | {"torch"}, set()
+    wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"], "cmake", "ninja"]
+    while wanted:
+        requirement = wanted.pop()
+        name = re.split(r"[^a-z0-9-]", requirement.lower())[0]
+        if name in seen or name == "torch" or re.search("extra ==|Windows|win32", requirement):
+            continue
+        seen.add(name)
+        assert name in names, requirement
+        try:
+            wanted += metadata.requires(name) or []
+        except metadata.PackageNotFoundError:  # needed on another Python
+            assert "python_" in requirement
+
+
+def test_make_run_installs_no_tools_of_development(tmp_path: Path) -> None:
+    """Beside an environment that make install completed, make run keeps it complete."""
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("make is not installed")
+
+    def commands() -> str:
+        return subprocess.run([make, "-n", "run", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True).stdout
+
+    assert "requirements/run.txt" in commands() and "requirements/develop.txt" not in commands()
+    (tmp_path / ".installed").touch()
+    assert "requirements/run.txt" not in commands() and "requirements/develop.txt" in commands()

@@ -88,3 +88,13 @@ def test_terminal_shows_no_total_until_it_is_known() -> None:
     console.print(progress)
     first, _ = file.getvalue().splitlines()
     assert first.startswith("step 7 ") and first.rstrip().endswith("measuring speed")
+
+
+def test_peak_stands_beside_the_need_of_a_plain_loop() -> None:
+    console, file = output(terminal=False)
+    with Progress(1, console=console, plain_bytes=2 * 10**9) as progress:
+        progress.update(record(1))
+    assert file.getvalue().endswith(" written; peak memory 1.00 GB, a plain loop needs 2.00 GB\n")
+    console, file = output(terminal=True)
+    console.print(progress)
+    assert file.getvalue().splitlines()[2].rstrip() == "peak memory 1.00 GB, a plain loop needs 2.00 GB"

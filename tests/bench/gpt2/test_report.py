@@ -16,7 +16,7 @@ TOTALS = Totals(
 )  # fmt: skip
 
 
-def rows(totals: Totals = TOTALS, width: int = 80) -> dict[str, str]:
+def rows(totals: Totals = TOTALS, width: int = 80, plain_bytes: int | None = None) -> dict[str, str]:
     file = io.StringIO()
     table = closing_table(
         totals,
@@ -25,6 +25,7 @@ def rows(totals: Totals = TOTALS, width: int = 80) -> dict[str, str]:
         losses={"held-out": 1.98},
         job_seconds=150.0,
         sample_seconds=12.0,
+        plain_bytes=plain_bytes,
     )
     Console(file=file, width=width).print(table)
     cells = (re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in file.getvalue().splitlines())
@@ -49,6 +50,13 @@ def test_every_figure() -> None:
     assert table["compute"] == "90% 270 ms a step, 1:21, Python too"
     assert table["I/O waited for"] == "10% 30 ms a step, 0:09"
     assert table["update"] == "33% 100 ms a step, 0:30, in parallel"
+
+
+def test_need_of_a_plain_loop_stands_below_the_peak() -> None:
+    assert "a plain loop's need" not in rows()
+    assert rows(plain_bytes=2_280_000_000, width=100)["a plain loop's need"] == (
+        "2.28 GB in host memory; this run took 40% of it"
+    )
 
 
 def test_a_run_of_no_step_divides_by_nothing() -> None:
