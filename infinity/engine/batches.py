@@ -26,14 +26,14 @@ from infinity.engine.pieces import NotInPieces
 from infinity.engine.reports import StepReports
 from infinity.engine.vertical import Forward, VerticalOrder, backward, hooked, is_plain_thread
 from infinity.errors import InfinityError, ModelError
+from infinity.model.added import Additions
+from infinity.model.hooks import ModelHooks
 from infinity.observe.clock import Phase
 from infinity.observe.log import logger
 from infinity.observe.monitor import Monitor
 from infinity.plan import pools
 from infinity.schedule.step import Call
-from infinity.units.added import Additions
 from infinity.units.compiled import is_compiled
-from infinity.units.hooks import ModelHooks
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -94,9 +94,9 @@ class BatchTrainer:
         engine = self._engine
         engine._check_open()
         engine._conclude_backward()
-        engine.updates.step.check(Call.TRAIN_BATCH)
+        engine.parts.schedule.step.check(Call.TRAIN_BATCH)
         drawn, before = draw(batches, engine.batch.accumulation), engine.global_steps
-        engine.updates.step.check(Call.TRAIN_BATCH)  # the iterator may have used the engine
+        engine.parts.schedule.step.check(Call.TRAIN_BATCH)  # the iterator may have used the engine
         try:
             losses = self._run(drawn, loss_fn, partial(engine.step, client_state=client_state))
         except BaseException:
@@ -233,7 +233,7 @@ class BatchTrainer:
             for forward in forwards:
                 forward.cancel()
             random.restore()
-            engine.parts.store.tracer.forget()
+            engine.parts.schedule.trace.forget()
             if state.unreadable is None and not state.restore():
                 raise ModelError(
                     f"engine.train_batch(): the forward changed a {state.changed()} that all micro-batches share, for "
@@ -244,8 +244,8 @@ class BatchTrainer:
             return None
         losses = [forward.loss for forward in forwards if forward.loss is not None]
         scaled = self._scaled(losses)
-        collector, step = engine.updates.collector, engine.updates.step
-        with engine._failing(), collector.in_pieces(held), ExitStack() as piece:
+        runner, step = engine.updates.runner, engine.parts.schedule.step
+        with engine._failing(), runner.in_pieces(held), ExitStack() as piece:
 
             def begin(micro_batch: int, number: int) -> None:
                 held.begin(micro_batch, number)
@@ -274,12 +274,12 @@ class BatchTrainer:
     @contextmanager
     def _open_scope(self) -> Iterator[None]:
         """Run the forwards of one step in the block."""
-        engine, scope = self._engine, self._engine.parts.store.scope
+        engine, scope = self._engine, self._engine.parts.runner.scope
         installed = scope.enter(engine._hooks.check_entry)
         try:
             engine._additions.check()
             engine._check_readable("the model was called")
-            engine.parts.store.tracer.begin("vertical")
+            engine.parts.schedule.trace.begin("vertical")
             engine._reports.begin(Phase.FORWARD)
             with engine._failing():
                 yield
@@ -306,9 +306,9 @@ class BatchTrainer:
         engine = self._engine
         if engine._closed or engine._broken:
             return
-        if engine.updates.step.updated:
+        if engine.parts.schedule.step.updated:
             engine._broken = "engine.train_batch() failed after some units had been updated with its gradients"
         if engine.parts.backward.conclude():
             engine.parts.backward.reset()
-        engine.parts.store.tracer.forget()
+        engine.parts.schedule.trace.forget()
         engine._abandon_step()

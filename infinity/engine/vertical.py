@@ -23,9 +23,9 @@ from infinity.engine.model_state import ModelState
 from infinity.engine.parts import EngineParts
 from infinity.engine.pieces import Boundary, Graph, NotInPieces, backward_passes
 from infinity.grads.held import HeldGradients
+from infinity.model.topmost import topmost_hooks
 from infinity.tiers.device import Device
 from infinity.units import residents
-from infinity.units.topmost import topmost_hooks
 
 LossOf = Callable[[Any], torch.Tensor]
 """Batch → its loss, by a forward of the model."""
@@ -41,7 +41,7 @@ class Forward:
         self._batch = batch
         self._loss_of = loss_of
         self._as_caller = parts.device.like_this_thread()
-        self._scope = parts.store.scope
+        self._scope = parts.runner.scope
         self._coroutine = Coroutine(self._run)
 
     def _run(self) -> None:
