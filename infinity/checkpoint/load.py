@@ -77,7 +77,7 @@ class Loading:
             parts.store.rewritten(unit)
         for buffer, value in self._buffers:
             buffer.copy_(value)
-        parts.store.refresh_viewed()
+        parts.runner.refresh_viewed()
         parts.ranks.barrier()
 
     def _read_unit(self, unit: Unit, *, complete: bool) -> Flats:
@@ -123,7 +123,7 @@ def load_parameters(
             parts.store.rewritten(unit)
         for buffer, value in buffers:
             buffer.copy_(value)
-        parts.store.refresh_viewed()
+        parts.runner.refresh_viewed()
         parts.ranks.barrier()
     return client_state
 

@@ -13,10 +13,17 @@ from infinity.comm.communicator import Communicator
 from infinity.errors import CheckpointError
 from infinity.plan.plan import Plan
 from infinity.rules import MomentFormat, RuleName
+from infinity.schedule.schedule import Schedule
 from infinity.tiers.device import Device
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
+
+
+class Runner(Protocol):
+    """Fetches units (`infinity.engine.runner`)."""
+
+    def refresh_viewed(self) -> None: ...
 
 
 class ModelParts(Protocol):
@@ -34,6 +41,10 @@ class ModelParts(Protocol):
     def states(self) -> UnitStates: ...
     @property
     def store(self) -> UnitStore: ...
+    @property
+    def schedule(self) -> Schedule: ...
+    @property
+    def runner(self) -> Runner: ...
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from infinity.construction.materialize import make_buffers
 from infinity.construction.sources import note_loaded, note_source
 from infinity.errors import CheckpointError, UsageError
 from infinity.inputs import is_file_name, open_input, parse_json, read_input
+from infinity.model.hooks import UnitParameters
 from infinity.nn.pieces import Piece, Pieces
 from infinity.observe.log import logger
 from infinity.units.compiled import own_name, uncompiled
-from infinity.units.hooks import UnitParameters
 
 _SHOWN = 3
 

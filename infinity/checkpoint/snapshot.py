@@ -88,7 +88,7 @@ def capture(
 
 def _order(parts: ModelParts, channel: SideChannel) -> list[UnitLayout]:
     """Return the units in the order of their next update, so that training waits for the save as little as possible."""
-    trace = parts.store.tracer.known("train")
+    trace = parts.schedule.trace.known("train")
     backwards = parts.plan.update == "during_backward"
     places = {unit: place for place, unit in enumerate(trace.by_last_use() if backwards else trace.by_first_use())}
     order = torch.tensor(

@@ -31,8 +31,8 @@ from infinity.construction.initialize import (
 from infinity.construction.replay import FIX, Replay, check_reproducible, name_of, stand_ins
 from infinity.construction.sources import Source, is_loaded, source_of
 from infinity.errors import ModelError
+from infinity.model.hooks import UnitParameters
 from infinity.plan.layout import UnitLayout
-from infinity.units.hooks import UnitParameters
 from infinity.units.records import Flats, flat_tensor
 from infinity.units.released import is_released
 from infinity.units.unit import placeholder

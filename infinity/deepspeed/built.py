@@ -1,7 +1,7 @@
 """Parameters built under `zero.Init` on several ranks: rank 0 holds their values until `initialize`.
 
 Each rank runs the model's constructor. At the end of the block the other ranks drop their values
-(`infinity.units.remote`), since `initialize` broadcasts rank 0's. Until then, `zero.GatheredParameters` broadcasts them
+(`infinity.model.remote`), since `initialize` broadcasts rank 0's. Until then, `zero.GatheredParameters` broadcasts them
 for the duration of its block.
 """
 
@@ -23,8 +23,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.deepspeed.accelerator import get_accelerator
 from infinity.errors import UsageError
+from infinity.model.remote import drop_values, restore
 from infinity.units.released import is_released
-from infinity.units.remote import drop_values, restore
 from infinity.units.residents import is_managed
 
 _DIGEST = 16

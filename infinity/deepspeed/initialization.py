@@ -137,10 +137,10 @@ def _make_engine(
         engine = engines.initialize(model, config, model_parameters, optimizer=optimizer, lr_scheduler=lr_scheduler)[0]
     if config.fp16.enabled:  # the scale of float16 autocast is GradScaler's in DeepSpeed, too
         engine.loss_scale.count_as_deepspeed()
-    engine.updates.step.counts_calls = True  # as DeepSpeed, whose micro-batches may have several backwards
-    engine.updates.step.averages_plain = True
+    engine.parts.schedule.step.counts_calls = True  # as DeepSpeed, whose micro-batches may have several backwards
+    engine.parts.schedule.step.averages_plain = True
     checks = config.bf16.enabled and config.infinity.check_nan
-    engine.updates.step.skips_overflows = checks and engine.parts.plan.update != "during_backward"
+    engine.parts.schedule.step.skips_overflows = checks and engine.parts.plan.update != "during_backward"
     return engine
 
 

@@ -152,7 +152,7 @@ class _Gathered(gather.GatheredParameters):
             if unit not in self._ours and engine in open_engines:
                 engine.parts.store.write_edits([unit])  # the outer block then discards what is edited from now on
         for engine, units in self._read_only():
-            discarded = engine.parts.store.discard_edits(units)
+            discarded = engine.parts.runner.discard_edits(units)
             if discarded:
                 warnings.warn(
                     f"edits of unit {discarded[0].name} in GatheredParameters without modifier_rank were discarded, as "

@@ -25,11 +25,11 @@ from infinity.engine.precision import ForwardPrecision
 from infinity.engine.restore import restoring
 from infinity.errors import RanksError, StorageError, UsageError
 from infinity.interrupts import ForcedInterrupt
+from infinity.model.hooks import ModelHooks
 from infinity.nn.pieces import Assembly, Piece, Pieces
 from infinity.observe.ledger import Ledger
 from infinity.observe.log import logger, show_by_default
 from infinity.units.compiled import breaks_graphs, eager, own_name, uncompiled
-from infinity.units.hooks import ModelHooks
 from infinity.units.released import is_released
 from infinity.units.unit import Unit
 
@@ -71,7 +71,7 @@ class BaseEngine(ABC):
         around = None if precision is None else precision.around
         units = parts.units_of_module
         self._hooks = ModelHooks(
-            self.module, units, parts.store, parts.coming, self._on_forward, self._on_entry, around
+            self.module, units, parts.runner, parts.coming, self._on_forward, self._on_entry, around
         )
         open_engines.add(self)
         show_by_default()
@@ -93,7 +93,7 @@ class BaseEngine(ABC):
         """Discard a backward that an exception cut short. Call outside of any backward."""
         if self.parts.backward.conclude():
             self.parts.backward.reset()
-            self.parts.store.tracer.forget()
+            self.parts.schedule.trace.forget()
 
     def _on_backward(self) -> None:  # noqa: B027 - inference has nothing to prepare
         """Called when a backward begins."""

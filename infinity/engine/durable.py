@@ -24,6 +24,7 @@ from infinity.durable.manifest import read_manifest
 from infinity.durable.record import BUFFERS, CLIENT_STATE, RNG, Progress, Record
 from infinity.durable.run import DurableRun
 from infinity.durable.source import manifest_in, states_of, together
+from infinity.engine.training_runner import TrainingRunner
 from infinity.errors import CheckpointError, StorageError, UsageError
 from infinity.interrupts import on_sigterm
 from infinity.plan.plan import Plan
@@ -33,7 +34,6 @@ from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableTier
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import DONE, Transfer
-from infinity.units.store import UnitStore
 
 
 class DurableSteps:
@@ -44,7 +44,7 @@ class DurableSteps:
         run: DurableRun,
         plan: Plan,
         tiers: Mapping[TierKind, Tier],
-        store: UnitStore,
+        runner: TrainingRunner,
         ranks: Communicator,
         device: Device,
         refused: Callable[[], bool],
@@ -57,11 +57,11 @@ class DurableSteps:
         self._tier = tier
         self._extents = plan.io.durable.extents
         self._memory = {name: tier for name, tier in tiers.items() if isinstance(tier, SlabTier)}
-        self._store = store
-        store.commit_steps()
+        self._runner, self._store = runner, runner.store
+        runner.store.commit_steps()
         self._device = device
         self._commits = Commits(run, tier, self._memory, self._extents, SideChannel(ranks), device, refused)
-        self._generations = [0] * len(store.units)
+        self._generations = [0] * len(runner.store.units)
         """That of each unit at the last commit; another number means that an update was started since."""
         self._kept: list[Callable[[int], Transfer]] = []
         """Unit → transfer that copies its committed slots, which updates write after the next commit."""
@@ -77,7 +77,7 @@ class DurableSteps:
     def begin_step(self) -> None:
         """Start the updates of the step before, so that it can be committed, and raise if the run was not loaded."""
         self.run.check_loaded()
-        self._store.start_due_updates()
+        self._runner.start_due_updates()
         self._has_begun = True
 
     def check_begun(self) -> None:
@@ -227,7 +227,7 @@ class DurableSteps:
             self._store.rewritten(unit)
         for buffer, value in buffers:
             buffer.copy_(value)
-        self._store.refresh_viewed()
+        self._runner.refresh_viewed()
         return record
 
     def closers(self) -> tuple[Callable[[], None], Callable[[], None]]:

@@ -102,7 +102,7 @@ class GatheredParameters:
         for engine, unit in self._held:
             if engine not in open_engines:
                 continue  # closed in the block
-            engine.parts.store.use(unit)  # an update in the block takes the parameters from their buffer
+            engine.parts.runner.use(unit)  # an update in the block takes the parameters from their buffer
             adopt_assigned(unit, engine.parts.store.recorder)
             engine.ranks.broadcast(unit.flat(), self._modifier, unit.index)
 
@@ -113,12 +113,12 @@ class GatheredParameters:
             engine.ranks.begin(Announcement.of_units(Operation.GATHER_PARAMETERS, indices, self._modifier))
         self._room.append((engine, make_room(engine, units)))
         for unit in units:
-            engine.parts.store.hold(unit)
+            engine.parts.runner.hold(unit)
             self._held.append((engine, unit))
 
     def _release(self) -> None:
         for engine, unit in self._held:
-            engine.parts.store.unhold(unit)
+            engine.parts.runner.unhold(unit)
         for engine, sizes in self._room:
             engine.parts.store.buffers.revoke(sizes)
         self._held, self._room = [], []
@@ -234,7 +234,7 @@ class _States:
         self._unit.snapshot_read.wait()
         self._engine.parts.states.write(self._unit.layout, self._flats)
         self._engine.parts.store.rewritten(self._unit)
-        self._engine.parts.store.refresh_viewed()
+        self._engine.parts.runner.refresh_viewed()
 
 
 def _read(engine: BaseEngine, unit: Unit) -> _States:
@@ -245,7 +245,7 @@ def _read(engine: BaseEngine, unit: Unit) -> _States:
 def _start_updates(engine: BaseEngine) -> None:
     """Start the updates that a durable run's last commit waits for, since edits are written after that commit."""
     if isinstance(engine, TrainingEngine) and engine.updates.durable is not None:
-        engine.parts.store.start_due_updates()
+        engine.updates.runner.start_due_updates()
 
 
 def _find(param: Any) -> tuple[BaseEngine, Unit, int] | None:
@@ -303,7 +303,7 @@ def _with_grad(param: Any) -> tuple[TrainingEngine, Unit, int] | None:
     if unit.index in gradients.units:
         gradients.settle()
         return (engine, unit, slot) if slot in gradients.slots[unit.index] else None
-    if collector.is_updating(unit):
+    if unit.index in engine.parts.schedule.step.updated:
         raise UsageError(
             f"the gradient of unit {unit.name} is gone, since the unit was updated during backward: set "
             'infinity.update to "next_forward" or "after_backward"'

@@ -81,7 +81,7 @@ class InferenceEngine(BaseEngine):
             self._frozen.pop().requires_grad_(True)
 
     def _on_forward(self, arguments: object) -> None:
-        self.parts.store.tracer.begin("with gradients" if torch.is_grad_enabled() else "without")
+        self.parts.schedule.trace.begin("with gradients" if torch.is_grad_enabled() else "without")
 
     def _on_backward_end(self) -> None:
         pass

@@ -15,19 +15,20 @@ from infinity.checkpoint.background import Saver
 from infinity.comm.communicator import Communicator
 from infinity.engine.durable import DurableSteps
 from infinity.engine.profile import Profiler
-from infinity.engine.updater import Updater
+from infinity.engine.runner import Runner
+from infinity.engine.training_runner import TrainingRunner
 from infinity.grads.collector import GradCollector
 from infinity.grads.store import GradStore
+from infinity.model.backward import BackwardTracker
+from infinity.model.coming import ComingGradients
 from infinity.plan.plan import Plan
-from infinity.schedule.step import Step
+from infinity.schedule.schedule import Schedule
 from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.passing import PassingTier
 from infinity.tiers.passing_space import PassingSpace
 from infinity.tiers.pools import Pools
-from infinity.units.backward import BackwardTracker
-from infinity.units.coming import ComingGradients
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
@@ -38,11 +39,10 @@ from infinity.update.pipeline import UpdatePipeline
 class UpdateParts:
     """Additional parts of a training engine: gradients, and the update of units."""
 
-    step: Step
+    runner: TrainingRunner
     collector: GradCollector
     gradients: GradStore
     pipeline: UpdatePipeline
-    updater: Updater
     passing: PassingTier | PassingSpace | None
     """Memory or space of stored gradients that no tier reserves."""
     profiler: Profiler
@@ -92,7 +92,9 @@ class EngineParts:
     activations: ActivationStore | None
     """Saved activations that leave the device; None: they stay."""
     pools: Pools
+    schedule: Schedule
     store: UnitStore
+    runner: Runner
     backward: BackwardTracker
     coming: ComingGradients
     units_of_module: dict[nn.Module, list[Unit]]

@@ -38,6 +38,7 @@ from infinity.engine.vertical.draw import LossFunction, draw
 from infinity.engine.wiring import assemble, plan_model
 from infinity.errors import LifetimeError, NonFiniteError, OutOfSpaceError, UsageError
 from infinity.interrupts import uninterrupted
+from infinity.model.added import Additions
 from infinity.observe.clock import Phase
 from infinity.observe.log import StepLog, logger
 from infinity.plan.policy import Sharding, compute_dtype
@@ -45,7 +46,6 @@ from infinity.rules import RULES, Hyper
 from infinity.schedule.step import Call, after_a_failed_backward, changed_during_update, unscaled_loss
 from infinity.tiers.accelerator import default_device
 from infinity.tiers.device import Device
-from infinity.units.added import Additions
 from infinity.units.compiled import eager, own_name, refuse_compiled_autograd, uncompiled
 from infinity.units.writes import has_backward_hooks
 
@@ -119,9 +119,9 @@ class TrainingEngine(CheckpointingEngine):
         assert parts.training is not None
         self.updates = parts.training
         """Gradients, updates and saves. Internal."""
-        self._step = parts.training.step
+        self._step = parts.schedule.step
         super().__init__(called, config, parts, compute_dtype(config))
-        self._watches = [*self.updates.collector.watch(), watch_other_optimizers()]
+        self._watches = [*self.updates.runner.watch(), watch_other_optimizers()]
         self._additions = Additions(model)
         self._log = StepLog(self.ledger, config.steps_per_print if ranks.is_main_rank else 0)
         self._reports = StepReports(config, self.monitor, self.ledger, seam, main=ranks.is_main_rank)
@@ -222,12 +222,12 @@ class TrainingEngine(CheckpointingEngine):
         """Run the forwards of a step's micro-batches in the block, in turns."""
         for batch in batches:
             self._first_batches.see(batch)
-        scope = self.parts.store.scope
+        scope = self.parts.runner.scope
         installed = scope.enter(self._hooks.check_entry)
         try:
             self._additions.check()
             self._check_readable("the model was called")
-            self.parts.store.tracer.begin("vertical")
+            self.parts.schedule.trace.begin("vertical")
             self._reports.begin(Phase.FORWARD)
             yield
             self._reports.end(Phase.FORWARD)
@@ -253,7 +253,7 @@ class TrainingEngine(CheckpointingEngine):
             self._broken = "engine.train_batch() failed after some units had been updated with its gradients"
         if self.parts.backward.conclude():
             self.parts.backward.reset()
-        self.parts.store.tracer.forget()
+        self.parts.schedule.trace.forget()
         self._abandon_step()
 
     @eager
@@ -393,9 +393,7 @@ class TrainingEngine(CheckpointingEngine):
 
     def _end_step(self) -> None:
         """Reset the state of the step, after its gradients were passed to updates or dropped after an overflow."""
-        self.updates.collector.end_step()
-        self.parts.store.end_step()
-        self._step.end()
+        self.updates.runner.end_step()
         self._reports.forget_losses()
 
     @uninterrupted()
@@ -411,19 +409,18 @@ class TrainingEngine(CheckpointingEngine):
             self.updates.durable.check_begun()
         self._check_scaled()
         parts = self.parts
-        self.updates.updater.hypers = self._step_hypers()
+        self.updates.runner.hypers = self._step_hypers()
         self._send_all()
         self._first_batches.compare()
         if self._make_due():
-            self.updates.updater.count_edits()
             self._end_step()
             self.global_steps += 1
-            parts.store.tracer.end_step()
+            parts.schedule.trace.end_step()
             if parts.plan.update == "after_backward":
-                parts.store.settle()
-            parts.store.refresh_viewed()
+                self.updates.runner.settle()
+            parts.runner.refresh_viewed()
             if parts.plan.update != "after_backward":
-                parts.store.prefetch()
+                parts.runner.prefetch()
         parts.device.recorder.end_step()
         self.updates.profiler.end_step(self.ledger.tier_bytes)
 
@@ -432,7 +429,7 @@ class TrainingEngine(CheckpointingEngine):
         were updated with them, or are updated by other ranks.
         """
         try:
-            self.updates.collector.send_all()
+            self.updates.runner.send_all()
         except OutOfSpaceError as error:
             if self._step.updated or not self.ranks.is_single:
                 self._broken = str(error)
@@ -446,7 +443,7 @@ class TrainingEngine(CheckpointingEngine):
         """
         present = self.optimizer.hypers()
         if self._step.updated:
-            for group, (now, used) in enumerate(zip(present, self.updates.updater.hypers, strict=True)):
+            for group, (now, used) in enumerate(zip(present, self.updates.runner.hypers, strict=True)):
                 names = [name for name in RULES[now.rule].keys if getattr(now, name) != getattr(used, name)]
                 if names:
                     raise changed_during_update(group, ", ".join(names))
@@ -457,7 +454,7 @@ class TrainingEngine(CheckpointingEngine):
         the gradients overflowed and the step is skipped.
         """
         parts = self.parts
-        gradients, store = self.updates.gradients, parts.store
+        gradients = self.updates.gradients
         for unit in parts.units:
             if unit.update is not None and unit.update.done.done():
                 unit.update.done.wait()
@@ -478,11 +475,7 @@ class TrainingEngine(CheckpointingEngine):
         elif self.ranks.is_single:
             self._grad_norm.set_later(gradients.step_squares(), scale)
         gradients.settle()
-        for index in self.updates.collector.take_ready():
-            unit = parts.units[index]
-            unit.due_update = self.updates.updater.job(unit, scale, None)
-            if unit.lease is not None:
-                store.start_update(unit, unit.due_update)
+        self.updates.runner.make_due(scale)
         self.loss_scale.passed()
         return True
 
@@ -491,7 +484,7 @@ class TrainingEngine(CheckpointingEngine):
         self.updates.gradients.settle()
         self._end_step()
         self.global_steps += 1
-        self.parts.store.tracer.end_step()
+        self.parts.schedule.trace.end_step()
         self.skipped_steps += 1
         before = self.loss_scale.value
         self.loss_scale.overflowed()
@@ -521,7 +514,7 @@ class TrainingEngine(CheckpointingEngine):
             self._check_refused(refused)
         check = LossCheck(self._loss_reader, loss, self.ranks, refused)
         try:
-            with self.updates.updater.checking(check):
+            with self.updates.runner.checking(check):
                 yield
         except Exception:
             if self.ranks.is_single:  # on several, the others may not exchange now
@@ -546,9 +539,9 @@ class TrainingEngine(CheckpointingEngine):
         if bad:
             if self.parts.backward.conclude():
                 self.parts.backward.reset()
-                self.parts.store.tracer.forget()
+                self.parts.schedule.trace.forget()
             self._abandon_step()
-            self.parts.store.refresh_viewed()  # views were to show the updated parameters
+            self.parts.runner.refresh_viewed()  # views were to show the updated parameters
         self._check_loss(loss, bad, refused)
 
     def _check_loss(self, loss: torch.Tensor, bad: float, refused: float) -> None:
@@ -599,17 +592,16 @@ class TrainingEngine(CheckpointingEngine):
         self._check_readable("the model was called")
         self._reports.compute("forward")
         training = torch.is_grad_enabled()
-        self.parts.store.tracer.begin("train" if training else "eval")
+        self.parts.schedule.trace.begin("train" if training else "eval")
 
     def _on_backward(self) -> None:
         self._check_reaches_no_updated_unit()
         self._reports.begin(Phase.BACKWARD)
         self._step.begin_backward()
         if self.updates.durable is not None:
-            self.parts.store.start_due_updates()  # updates of this backward wait for a commit, and that for these
-        if not self.ranks.is_single and has_backward_hooks(self.module):
-            self.parts.store.begin_backward()
-        self.updates.updater.hypers = self.optimizer.hypers()
+            self.updates.runner.start_due_updates()  # updates of this backward wait for a commit, and that for these
+        edits = not self.ranks.is_single and has_backward_hooks(self.module)
+        self.updates.runner.begin_backward(self.optimizer.hypers(), finds_edits=edits)
 
     def _check_reaches_no_updated_unit(self) -> None:
         """Raise UsageError if the backward that begins has gradients for units that the step's last one has updated."""
@@ -620,7 +612,7 @@ class TrainingEngine(CheckpointingEngine):
 
     def _on_backward_end(self) -> None:
         self.parts.store.end_backward()
-        self._step.end_backward(counts=self.updates.collector.end_backward())
+        self._step.end_backward(counts=self.updates.runner.end_backward())
         self._reports.end(Phase.BACKWARD)
         if self._step.averages_plain:  # infinity.deepspeed, which refuses an unscaled loss at once, as DeepSpeed does
             self._check_scaled()
@@ -711,7 +703,7 @@ class TrainingEngine(CheckpointingEngine):
     def _settle(self) -> None:
         self.parts.store.check_held_back()
         with self._failing():
-            self.parts.store.settle()
+            self.updates.runner.settle()
             self._check_refused(
                 *self.ranks.totals(float(len(self.updates.pipeline.refused)), operation=Operation.READ_STATES)
             )
@@ -726,9 +718,7 @@ class TrainingEngine(CheckpointingEngine):
         """Drop the step's gradients, even if units were updated with them; the caller must then replace all states or
         stop the engine.
         """
-        self.updates.collector.discard()
-        self.parts.store.end_step()
-        self._step.end()
+        self.updates.runner.discard()
         self._reports.forget_losses()
 
     def settle_between_steps(self, what: str, call: Operation) -> None:
@@ -770,7 +760,7 @@ class TrainingEngine(CheckpointingEngine):
                 super().close(restore=restore)
 
     def _finish(self) -> None:
-        self.parts.store.settle()
+        self.updates.runner.settle()
         self._check_refused(len(self.updates.pipeline.refused))
         if self.updates.durable is not None:
             self.updates.durable.finish()

@@ -27,16 +27,23 @@ from infinity.engine.planning import plan_units
 from infinity.engine.platform import MACHINE, Platform
 from infinity.engine.precision import warn_of_emulation
 from infinity.engine.profile import Profiler
-from infinity.engine.updater import DeferredUpdates, Updater
+from infinity.engine.runner import Runner
+from infinity.engine.training_runner import TrainingRunner
 from infinity.errors import ConfigError
 from infinity.grads.buffers import GradBuffers
 from infinity.grads.collector import GradCollector
 from infinity.grads.store import GradStore
+from infinity.model.aliases import check_aliases
+from infinity.model.backward import BackwardTracker
+from infinity.model.coming import ComingGradients
+from infinity.model.saved import SavedTensors
+from infinity.model.scope import Scope
 from infinity.plan import pools as sizes
 from infinity.plan.budget import Budget
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.plan.policy import compute_dtype
+from infinity.schedule.schedule import Schedule
 from infinity.schedule.step import Step
 from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
@@ -45,12 +52,7 @@ from infinity.tiers.nvme import NvmeTier
 from infinity.tiers.passing import PassingTier
 from infinity.tiers.passing_space import PassingSpace
 from infinity.tiers.pools import Pools
-from infinity.units.aliases import check_aliases
-from infinity.units.backward import BackwardTracker
-from infinity.units.coming import ComingGradients
 from infinity.units.discover import ModelUnits
-from infinity.units.saved import SavedTensors
-from infinity.units.scope import Scope
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
@@ -158,7 +160,7 @@ def assemble(
         )
         if run is not None and (training := parts.training) is not None:
             refused = training.pipeline.refused
-            steps = DurableSteps(run, plan, tiers, parts.store, ranks, device, lambda: bool(refused))
+            steps = DurableSteps(run, plan, tiers, training.runner, ranks, device, lambda: bool(refused))
             training.durable = steps
         return parts
     except BaseException:
@@ -183,34 +185,41 @@ def wire(
 ) -> EngineParts:
     """Connect the parts of an engine by their constructors. needed: indices of the units of each module."""
     pools = Pools(plan.own_pools, device, tiers.values(), debug=plan.debug)
-    scope = Scope(SavedTensors(backward.notice, activations))
-    make_store = partial(UnitStore, units, pools[sizes.UNITS], states, device, ranks, scope, plan.prefetch_bytes)
+    pool = pools[sizes.UNITS]
+    schedule = Schedule(
+        [unit.layout.nbytes for unit in units],
+        [pool.size_class(unit.layout.nbytes) for unit in units],
+        Step(plan.accumulation, early=plan.update == "during_backward", managed=plan.managed_accumulation),
+        prefetch_bytes=plan.prefetch_bytes,
+        alone=ranks.is_single,
+        sums_whole=plan.policy.grads_whole,
+        in_forward=plan.in_forward,
+    )
     coming = ComingGradients(backward)
     training: UpdateParts | None = None
     if plan.update is None:
-        store = make_store(None, None)
+        store = UnitStore(units, pool, states, device, ranks, schedule, in_tier=())
+        scope = Scope(SavedTensors(backward.notice, activations), store.resident)
+        runner = Runner(schedule, store, scope, device, ranks)
     else:
         grad_tiers = _grad_tiers(plan, tiers, device)
         buffers = _grad_buffers(plan, grad_tiers, pools, device, kernels)
         gradients = GradStore(ranks, buffers)
+        collector = GradCollector(ranks, buffers, gradients)
         kernel = partial(kernels.update_run, seed=plan.seed, threads=plan.adam_threads)
-        pipeline = UpdatePipeline(_update_buffers(plan, tiers, grad_tiers, pools, device), kernel)
-        collector: GradCollector  # assigned below, since store and collector refer to each other
-        store = make_store(pipeline, lambda unit, passed: collector.unit_changed(unit, passed))
-        updates_early = plan.update == "during_backward"
-        step = Step(plan.accumulation, early=updates_early, managed=plan.managed_accumulation)
-        scale = 1.0 / plan.grad_divisor
-        updater = Updater(store, gradients, ranks, step, scale, in_forward=plan.in_forward, check_nan=plan.check_nan)
-        updates = updater if updates_early else DeferredUpdates(store)
-        collector = GradCollector(
-            units, ranks, buffers, gradients, step, updates, coming, backward.notice, store.finish_update
+        update_buffers = _update_buffers(plan, tiers, grad_tiers, pools, device)
+        pipeline = UpdatePipeline(update_buffers, kernel)
+        in_tier = [unit.index for unit in units if unit.layout.trainable and pipeline.in_tier(unit.index)]
+        store = UnitStore(units, pool, states, device, ranks, schedule, in_tier)
+        scope = Scope(SavedTensors(backward.notice, activations), store.resident)
+        runner = TrainingRunner(
+            plan, schedule, store, scope, device, ranks, backward, coming, collector, gradients, pipeline
         )
         training = UpdateParts(
-            step=step,
+            runner=runner,
             collector=collector,
             gradients=gradients,
             pipeline=pipeline,
-            updater=updater,
             profiler=Profiler(device.recorder),
             passing=next((tier for tier in grad_tiers.values() if isinstance(tier, PassingTier | PassingSpace)), None),
         )
@@ -221,7 +230,9 @@ def wire(
         tiers=tiers,
         activations=activations,
         pools=pools,
+        schedule=schedule,
         store=store,
+        runner=runner,
         backward=backward,
         coming=coming,
         units_of_module={module: [units[i] for i in indices] for module, indices in needed.items()},

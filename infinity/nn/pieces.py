@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from infinity.comm.side import Place
+from infinity.model.copies import StateCopies
 from infinity.units.compiled import own_name
-from infinity.units.copies import StateCopies
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from torch import nn
 
 from infinity.comm.dtensor import is_plain
 from infinity.errors import ModelError, UsageError
+from infinity.model.hooks import UnitParameters
 from infinity.nn.tiling import TiledLinear, rows_of, size_of
 from infinity.observe.log import logger
 from infinity.units.compiled import own_name
-from infinity.units.hooks import UnitParameters
 
 
 def tile(model: nn.Module, max_bytes: int | str) -> list[str]:

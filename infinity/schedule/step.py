@@ -74,7 +74,8 @@ class Step:
         self.is_scaled = False
         """True if the running backward started from a scaled loss. A hook on that loss sets it: a scaled loss without a
         backward, or a `zero_grad` between the two, changes nothing."""
-        self._early = early
+        self.updates_early = early
+        """True if backward may update units."""
         self._unsynced = 0
         self._micro_batch: int | None = None
         """The micro-batch of which the present backwards are pieces; None: a backward is a whole one."""
@@ -117,7 +118,7 @@ class Step:
         """Raise UsageError if `call` is not legal now. what: first words of its text, for some calls."""
         if self._unsynced and call in (Call.STEP, Call.OPTIMIZER_STEP):
             raise UsageError("engine.step() was called in an engine.no_sync() block: call it after the block")
-        if call is Call.BACKWARD and self._early and self.is_complete:
+        if call is Call.BACKWARD and self.updates_early and self.is_complete:
             raise self._too_many_backwards()
         if call is Call.TRAIN_BATCH and (self._unsynced or self.boundary is not None or not self.managed):
             raise UsageError(
@@ -195,6 +196,11 @@ class Step:
     def may_end(self) -> bool:
         """False if another micro-batch of the step is known to follow the running backward."""
         return self.is_last_micro_step or not (self._unsynced or self.managed or self.boundary is False)
+
+    @property
+    def is_in_pieces(self) -> bool:
+        """True if the present backwards are pieces of a micro-batch's."""
+        return self._micro_batch is not None
 
     @contextmanager
     def in_pieces(self, micro_batch: int) -> Iterator[None]:

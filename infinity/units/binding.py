@@ -109,6 +109,36 @@ def is_whole(unit: Unit, tensor: torch.Tensor) -> bool:
     return (values.data_ptr(), values.shape, values.stride()) in unit.views
 
 
+class ResidentUnits:
+    """The units of one engine whose parameters view their buffer.
+
+    While the model's code runs (`open`), their parameters have their own types. Otherwise they have the type that
+    fetches their unit for each operation (`infinity.units.released`).
+    """
+
+    def __init__(self) -> None:
+        self._units: dict[int, Unit] = {}
+        self._open = False
+
+    def add(self, unit: Unit) -> None:
+        self._units[unit.index] = unit
+        if not self._open:
+            released.release(unit.parameters)
+
+    def remove(self, unit: Unit) -> None:
+        self._units.pop(unit.index, None)
+
+    def open(self) -> None:
+        self._open = True
+        for unit in self._units.values():
+            released.restore(unit.parameters)
+
+    def close(self) -> None:
+        self._open = False
+        for unit in self._units.values():
+            released.release(unit.parameters)
+
+
 def _leave_to_parent() -> None:
     """Drop all registrations in a forked child. Buffers are MADV_DONTFORK, so any use would raise SIGSEGV."""
     for unit in residents.clear():

@@ -1,16 +1,16 @@
 """Assigns device buffers to units. A unit takes a free buffer, or that of the unit that is needed furthest in future.
 
-The rule is Belady's over the recorded trace, and least recently used while there is none (`Tracer.next_use`).
+The rule is Belady's over the recorded trace, and least recently used while there is none (`Schedule.victims`).
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from infinity.errors import InfinityError
-from infinity.schedule.trace import Tracer
+from infinity.schedule.schedule import Schedule
 from infinity.tiers.pool import Lease, Pool
 from infinity.units.unit import Residency, Unit
 
@@ -19,20 +19,12 @@ EXTRA = 2
 
 
 class UnitBuffers:
-    """Leases of units from `pool`.
+    """Leases of units from `pool`. `schedule` decides whose buffer a unit takes."""
 
-    evict: releases the buffer of the unit that is given to it. alone: there is one rank. Several ranks must choose
-    alike, whatever the timing on each, so their choice follows from the trace.
-    """
-
-    def __init__(
-        self, units: Sequence[Unit], pool: Pool, tracer: Tracer, evict: Callable[[Unit], None], *, alone: bool
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], pool: Pool, schedule: Schedule) -> None:
         self._units = units
         self._pool = pool
-        self._tracer = tracer
-        self._evict = evict
-        self._alone = alone
+        self._schedule = schedule
         self._sizes = [pool.size_class(unit.layout.nbytes) for unit in units]
         """Size of each unit's buffer in bytes, by unit index."""
         self._leased: dict[int, Unit] = {}
@@ -85,41 +77,17 @@ class UnitBuffers:
         """Undo `grant`. Buffers that were made are freed as units are no longer held."""
         self._granted -= sizes
 
-    def lease_ahead(self, unit: Unit) -> Lease | None:
-        """Return a buffer for a prefetch: a free one, or that of a unit needed later than `unit`; else None.
+    def free(self, unit: Unit) -> Lease | None:
+        """Return a free buffer for the unit, or None if there is none."""
+        return self._pool.try_lease(unit.layout.nbytes)
 
-        Does not wait on a single rank. Several ranks wait for the buffer that the trace selects.
+    def extra(self, unit: Unit) -> Lease:
+        """Return a buffer beside the planned ones, for a unit that is needed now, when all of its size are held.
+
+        Up to `EXTRA` and those of `grant` are made, until as many units of that size are no longer held. Raises
+        InfinityError if those are held, too.
         """
-        nbytes = unit.layout.nbytes
-        lease = self._pool.try_lease(nbytes)
-        if lease is not None:
-            return lease
-        needed = self._tracer.next_use(unit.index)
-        for next_use, victim in self.victims(unit):
-            if next_use <= needed:
-                return None
-            if self._alone and (_is_busy(victim) or _is_viewed(victim)):
-                continue
-            self._evict(victim)
-            return self._pool.try_lease(nbytes)
-        return None
-
-    def lease(self, unit: Unit) -> Lease:
-        """Return a buffer for a unit that is needed now. Waits for updates and premature prefetches.
-
-        If running modules hold all buffers of its size, up to `EXTRA` and those of `grant` more are made, until as many
-        units of that size are no longer held. Raises InfinityError if those are held, too.
-        """
-        nbytes = unit.layout.nbytes
-        lease = self._pool.try_lease(nbytes)
-        if lease is not None:
-            return lease
-        for victim in self._by_cost(self.victims(unit)):
-            self._evict(victim)
-            lease = self._pool.try_lease(nbytes)
-            if lease is not None:
-                return lease
-        lease = self._pool.lease_extra(nbytes, EXTRA + self._granted[self._sizes[unit.index]])
+        lease = self._pool.lease_extra(unit.layout.nbytes, EXTRA + self._granted[self._sizes[unit.index]])
         if lease is not None:
             return lease
         held = ", ".join(other.name for other in self._units if other.lease is not None and other.pin_count)
@@ -134,41 +102,35 @@ class UnitBuffers:
         return unit.lease is not None and self._pool.extra(unit.layout.nbytes) > 0
 
     def leaves_first(self, unit: Unit) -> bool:
-        """Return whether the trace evicts the unit before it uses it again, since as many others need its buffers.
-
-        False without a trace. Other units of its size that are used before are counted once.
-        """
-        size = self._sizes[unit.index]
-        others = self._pool.count(unit.layout.nbytes)
-        for index in self._tracer.order():
-            if index == unit.index or not others:
-                break
-            others -= self._sizes[index] == size
-        else:
-            return False
-        return not others
+        """Return whether the unit is evicted before it is used again, as far as the trace shows."""
+        return self._schedule.leaves_first(unit.index, self._pool.count(unit.layout.nbytes))
 
     def victims(self, unit: Unit) -> list[tuple[float, Unit]]:
         """Return (distance of next use, unit) for units whose buffer `unit` could take, furthest first."""
-        size, last, next_use = self._sizes[unit.index], self._tracer.last, self._tracer.next_use
-        distances = [
-            (next_use(index), index)
-            for index, other in self._leased.items()
-            if not other.pin_count and self._sizes[index] == size and index != last
-        ]
-        distances.sort(reverse=True)
-        return [(distance, self._units[index]) for distance, index in distances]
+        evictable = (index for index, other in self._leased.items() if not other.pin_count)
+        return [(distance, self._units[index]) for distance, index in self._schedule.victims(unit.index, evictable)]
 
-    def _by_cost(self, victims: list[tuple[float, Unit]]) -> Iterator[Unit]:
-        """Yield first the units that are free to evict, then those that cost a wait, then those that cost a buffer.
+    def later_than(self, unit: Unit) -> Iterator[Unit]:
+        """Yield the units whose buffer a prefetch of `unit` may take: those needed after it, furthest first.
 
-        Several ranks keep the given order, since transfers and lifetimes of references depend on timing.
+        A single rank leaves out those whose eviction would wait or cost a buffer.
+        """
+        needed = self._schedule.trace.next_use(unit.index)
+        for next_use, victim in self.victims(unit):
+            if next_use <= needed:
+                return
+            if not self._schedule.alone or not (_is_busy(victim) or _is_viewed(victim)):
+                yield victim
+
+    def by_cost(self, unit: Unit) -> Iterator[Unit]:
+        """Yield the units whose buffer `unit` may take now: first those that are free to evict, then those that cost a
+        wait, then those that cost a buffer. Several ranks keep the order of the trace.
         """
         waiting, viewed = [], []
-        for _, victim in victims:
-            if self._alone and _is_viewed(victim):
+        for _, victim in self.victims(unit):
+            if self._schedule.alone and _is_viewed(victim):
                 viewed.append(victim)
-            elif self._alone and _is_busy(victim):
+            elif self._schedule.alone and _is_busy(victim):
                 waiting.append(victim)
             else:
                 yield victim

@@ -192,8 +192,8 @@ def _check_grad(parameter: Any, *value: Any) -> None:
 
 def _check_edit(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise UsageError if `func`, called in a backward, writes a parameter that several ranks share."""
-    for unit, store, slot in _owners(written(func, args, kwargs)):
-        store.check_edit_in_backward(unit.layout.slots[slot].name)
+    for unit, fetcher, slot in _owners(written(func, args, kwargs)):
+        fetcher.check_edit_in_backward(unit.layout.slots[slot].name)
 
 
 def _check_data(parameter: Any, data: Any) -> None:
@@ -263,11 +263,11 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
 def _whole(owners: Iterable[Owner]) -> Iterator[None]:
     """Hold the units of these owners in the block, so that their parameters have their values and own types."""
     with ExitStack() as undo:
-        for unit, store, _ in owners:
-            undo.callback(store.scope.leave, store.scope.enter())
-            store.hold(unit)
-            undo.callback(store.unhold, unit)
-            store.await_committed_write(unit)
+        for unit, fetcher, _ in owners:
+            undo.callback(fetcher.scope.leave, fetcher.scope.enter())
+            fetcher.hold(unit)
+            undo.callback(fetcher.unhold, unit)
+            fetcher.await_committed_write(unit)
         yield
 
 

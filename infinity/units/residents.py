@@ -1,4 +1,4 @@
-"""Registry of managed parameters and resident buffers: finds the unit behind a tensor."""
+"""Registry of managed parameters and resident buffers: finds the unit behind a tensor, and who fetches it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,28 @@ from infinity.comm.dtensor import has_storage, local, unwrapped
 
 if TYPE_CHECKING:
     from infinity.observe.recorder import Recorder
+    from infinity.schedule.schedule import Schedule
     from infinity.units.unit import Unit
 
 
 class CodeScope(Protocol):
-    """Scope in which the model's code runs (`infinity.units.scope`)."""
+    """Scope in which the model's code runs (`infinity.model.scope`)."""
+
+    depth: int
 
     def enter(self, on_first: Callable[[], None] | None = None) -> bool: ...
     def leave(self, installed: bool) -> None: ...
 
 
 class Fetcher(Protocol):
-    """Fetches units and holds them (`infinity.units.store`)."""
+    """Fetches units and holds them (`infinity.engine.runner`)."""
 
     @property
     def recorder(self) -> Recorder: ...
     @property
     def scope(self) -> CodeScope: ...
+    @property
+    def schedule(self) -> Schedule: ...
     def use(self, unit: Unit) -> None: ...
     def hold(self, unit: Unit) -> None: ...
     def unhold(self, unit: Unit) -> None: ...
@@ -38,10 +43,10 @@ class Fetcher(Protocol):
 
 
 class Owner(NamedTuple):
-    """The unit and slot that a parameter belongs to, and the store that fetches it."""
+    """The unit and slot that a parameter belongs to, and the object that fetches it."""
 
     unit: Unit
-    store: Fetcher
+    fetcher: Fetcher
     slot: int
 
 
@@ -51,9 +56,9 @@ _buffers: dict[int, _References] = {}
 _parameters: dict[int, tuple[weakref.ref[Unit], weakref.ref[Fetcher], int]] = {}
 
 
-def add_parameters(unit: Unit, store: Fetcher) -> None:
+def add_parameters(unit: Unit, fetcher: Fetcher) -> None:
     """Register `unit` as the owner of its parameters."""
-    references = weakref.ref(unit), weakref.ref(store)
+    references = weakref.ref(unit), weakref.ref(fetcher)
     for slot, parameter in enumerate(unit.parameters):
         _parameters[id(parameter)] = (*references, slot)
 
@@ -68,16 +73,17 @@ def owner_of(parameter: object) -> Owner | None:
     found = _parameters.get(id(parameter))
     if found is None:
         return None
-    unit, store, slot = found[0](), found[1](), found[2]
-    if unit is None or store is None or unit.parameters[slot] is not parameter:
+    unit, fetcher, slot = found[0](), found[1](), found[2]
+    if unit is None or fetcher is None or unit.parameters[slot] is not parameter:
         return None  # the engine was dropped, and `id` may belong to another object
-    return Owner(unit, store, slot)
+    return Owner(unit, fetcher, slot)
 
 
-def add_buffer(unit: Unit, store: Fetcher) -> None:
+def add_buffer(unit: Unit) -> None:
     """Register the leased buffer of `unit` as the memory of its parameters."""
     assert unit.lease is not None
-    _buffers[unit.lease.storage] = weakref.ref(unit), weakref.ref(store)
+    owner, fetcher, _ = _parameters[id(unit.parameters[0])]
+    _buffers[unit.lease.storage] = owner, fetcher
 
 
 def remove_buffer(unit: Unit) -> None:
@@ -86,13 +92,13 @@ def remove_buffer(unit: Unit) -> None:
 
 
 def behind(tensor: torch.Tensor) -> tuple[Unit, Fetcher] | None:
-    """Return the resident unit whose buffer `tensor` views, and its store; None if there is none."""
+    """Return the resident unit whose buffer `tensor` views, and what fetches it; None if there is none."""
     values = unwrapped(local(tensor))
     found = _buffers.get(values.untyped_storage()._cdata) if has_storage(values) else None
     if found is None:
         return None
-    unit, store = found[0](), found[1]()
-    return None if unit is None or store is None else (unit, store)
+    unit, fetcher = found[0](), found[1]()
+    return None if unit is None or fetcher is None else (unit, fetcher)
 
 
 def is_managed(parameter: nn.Parameter) -> bool:

@@ -12,7 +12,7 @@ counters would miss edits by `.data`, `.detach().numpy()` and custom kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -22,7 +22,8 @@ from infinity.comm.agreement.announcements import Operation
 from infinity.comm.communicator import Communicator
 from infinity.errors import RanksError, UsageError
 from infinity.interrupts import ForcedInterrupt, uninterrupted
-from infinity.schedule.trace import Tracer
+from infinity.plan.layout import UnitLayout
+from infinity.schedule.schedule import Schedule
 from infinity.tiers.device import Device
 from infinity.tiers.fingerprint import Fingerprint
 from infinity.tiers.pool import Lease, Pool
@@ -31,13 +32,10 @@ from infinity.units import binding, released, residents
 from infinity.units.buffers import UnitBuffers
 from infinity.units.edits import EditChecks
 from infinity.units.kept import KeptBuffers, edit_lost
-from infinity.units.modes import in_derivative, outside_modes, transformed
-from infinity.units.prefetch import Ahead
-from infinity.units.scope import Scope
+from infinity.units.modes import outside_modes
 from infinity.units.states import UnitStates
 from infinity.units.unit import Residency, Unit
 from infinity.update.job import PlacedUpdate, UpdateJob, UpdateProgress
-from infinity.update.pipeline import UpdatePipeline
 
 _EDIT_LATER = (
     "Let the engine's optimizer update the parameters. For a rule of your own, edit them between engine.backward() and "
@@ -46,7 +44,9 @@ _EDIT_LATER = (
 
 
 class UnitStore:
-    """All units of one engine. Any thread may call it, one at a time."""
+    """All units of one engine: moves their parameters between tiers and device buffers. `Runner`
+    (`infinity.engine.runner`) says when. Any thread may call it, one at a time.
+    """
 
     def __init__(
         self,
@@ -55,23 +55,18 @@ class UnitStore:
         states: UnitStates,
         device: Device,
         ranks: Communicator,
-        scope: Scope,
-        prefetch_bytes: int,
-        pipeline: UpdatePipeline | None,
-        on_unit_changed: Callable[[Unit, Callable[[int], bool]], None] | None,
+        schedule: Schedule,
+        in_tier: Collection[int],
     ) -> None:
-        """pool: device buffers. prefetch_bytes: bytes of units to fetch ahead. pipeline: executes updates; None for
-        inference. on_unit_changed: called when the unit in use changes, with the new unit and a function: unit index →
-        True if the trace predicts no further use of it in this step.
+        """pool: device buffers. in_tier: units whose update begins from their parameters in their tier, not from those
+        in their buffer.
         """
-        self.scope = scope
         self.units = list(units)
-        self.tracer = Tracer()
+        self.resident = binding.ResidentUnits()
         self.fetches = 0
         self.kept = KeptBuffers(pool, device)
-        self.ahead = Ahead(self.units, self.tracer, self.kept, prefetch_bytes)
         self._edits = EditChecks(device, len(units))
-        self.buffers = UnitBuffers(self.units, pool, self.tracer, self._evict, alone=ranks.is_single)
+        self.buffers = UnitBuffers(self.units, pool, schedule)
         self.failure: OSError | ForcedInterrupt | RanksError | UsageError | None = None
         """Error of a failed transfer. Data did not arrive, so the engine must not continue from this state."""
         self._held_back: set[int] = set()
@@ -79,45 +74,15 @@ class UnitStore:
         self._commits_steps = False
         self._finds_edits = False
         """True during a backward in which hooks may edit parameters through `.data` (several ranks only)."""
-        self._pipeline = pipeline
-        self._on_unit_changed = on_unit_changed
+        self._schedule = schedule
+        self._in_tier = frozenset(in_tier)
         self._states = states
         self._device = device
         self.recorder = device.recorder
         self._ranks = ranks
-        for unit in self.units:
-            residents.add_parameters(unit, self)
-
-    # -- use ---------------------------------------------------------------------------------------------------------
-
-    def use(self, unit: Unit) -> None:
-        """Make the unit's parameters resident, and prefetch the units that follow in the trace.
-
-        Raises UsageError if the present step has already updated them, since the previous values are overwritten.
-        """
-        if unit.updated_early:
-            raise UsageError(
-                f"unit {unit.name} is needed between backward and engine.step(), and its update during backward has "
-                "overwritten the parameters of before. Call engine.step() first, or set infinity.update to "
-                '"next_forward", which changes nothing before engine.step().'
-            )
-        if in_derivative():
-            raise transformed(unit.name)
-        self._device.follow_compute()
-        news = self.tracer.touch(unit.index)
-        if news:
-            self.recorder.unit(unit.name)
-        if news and self._on_unit_changed is not None:
-            self._on_unit_changed(unit, self.tracer.passed)
-        if unit.residency is Residency.RESIDENT and (not news or self._is_complete()):
-            return
-        with self._moving():
-            if unit.residency is not Residency.RESIDENT:
-                self._arrive(unit)
-            self.prefetch()
 
     def hold(self, unit: Unit) -> None:
-        self.use(unit)
+        """Keep a resident unit in its buffer until `unhold`."""
         if not unit.pin_count:
             # Now, so that a checkpoint's recomputation sees the same tensors.
             binding.adopt_assigned(unit, self.recorder)
@@ -127,33 +92,24 @@ class UnitStore:
     def unhold(self, unit: Unit) -> None:
         unit.pin_count -= 1
         if not unit.pin_count and self.buffers.exceed(unit):
-            with self._moving():
+            with self.moving():
                 self._evict(unit)
 
-    def finished_with(self, unit: Unit) -> bool:
-        """True if this step no longer needs the unit's parameters, so that its update may start.
-
-        Counts saved tensors and views. Later uses, such as recomputation, are predicted from the trace.
-        """
-        if unit.residency is not Residency.RESIDENT or unit.references:
-            return False
-        if not self._ranks.is_single:
-            # All ranks must decide alike. The number of uses of a unit, and its views, may differ between ranks
-            # (experts); the order of units may not. Views keep the previous values (`_leave_to_viewers`).
-            return self.tracer.passed(unit.index)
-        if not self.tracer.finished_with(unit.index):
-            return False
+    def is_viewed(self, unit: Unit) -> bool:
+        """Return whether anything but its parameters refers to a resident unit's buffer, once no update writes it."""
         if unit.update is not None and not unit.update.done.done():
-            with self._moving():
-                self._await_update(unit.update)  # its write refers to the buffer too, which would count as a view
-        return not unit.is_viewed()
+            with self.moving():
+                self.await_update(unit.update)  # its write refers to the buffer too, which would count as a view
+        return unit.is_viewed()
 
-    def _await_update(self, update: UpdateProgress) -> None:
+    def await_update(self, update: UpdateProgress) -> None:
+        """Wait until an update is written."""
         with self.recorder.wait("update", "update"):
             update.done.wait()
 
     @contextmanager
-    def _moving(self) -> Iterator[None]:
+    def moving(self) -> Iterator[None]:
+        """Move units in the block: an error there stops the engine, and Ctrl-C waits for the end of the block."""
         try:
             with uninterrupted(), outside_modes():
                 yield
@@ -201,18 +157,71 @@ class UnitStore:
 
     # -- fetch -------------------------------------------------------------------------------------------------------
 
-    def _arrive(self, unit: Unit) -> None:
-        if unit.residency is Residency.RELEASED:
-            self._start(unit, self.buffers.lease(unit))
-        if unit.residency is Residency.UPDATING:
-            self._follow_update(unit)
+    def lease(self, unit: Unit) -> Lease:
+        """Return a buffer for a released unit that is needed now. Waits for updates and premature prefetches."""
+        lease = self.buffers.free(unit)
+        if lease is not None:
+            return lease
+        for victim in self.buffers.by_cost(unit):
+            self._evict(victim)
+            lease = self.buffers.free(unit)
+            if lease is not None:
+                return lease
+        return self.buffers.extra(unit)
+
+    def lease_ahead(self, unit: Unit) -> Lease | None:
+        """Return a buffer for a prefetch: a free one, or that of a unit needed later than `unit`; else None.
+
+        Does not wait on a single rank. Several ranks wait for the buffer that the trace selects.
+        """
+        if unit.update is not None and not unit.update.done.done() and self._ranks.is_single:
+            return None  # its update is under way in the tier alone
+        lease = self.buffers.free(unit)
+        if lease is not None:
+            return lease
+        for victim in self.buffers.later_than(unit):
+            self._evict(victim)
+            return self.buffers.free(unit)
+        return None
+
+    def assign(self, unit: Unit, lease: Lease) -> bool:
+        """Assign a buffer to a released unit, before its fetch or its update.
+
+        Returns True if the buffer already holds this rank's shard. An unsharded unit may be resident at once.
+        """
+        self.fetches += 1
+        if unit.updated_early:  # backward may still read a buffer that was left to views: `_return_to_viewers`
+            self.buffers.give(unit, lease)
+            return False
+        return self._give(unit, lease)
+
+    def fetch(self, unit: Unit, *, holds: bool) -> None:
+        """RELEASED → FETCHING. holds: as returned by `assign`."""
+        if unit.residency is Residency.RESIDENT:
+            return
+        unit.move(Residency.FETCHING)
+        if unit.update is not None:
+            self.await_update(unit.update)  # an update in the tier alone
+        read: Transfer = DONE
+        if not holds:
+            read = self._states.fetch(unit.layout, unit.shard_bytes(self._ranks.shard_rank))
+        unit.transfer = self._ranks.all_gather(unit.flat(), read, unit.index)
+
+    def follow_update(self, unit: Unit) -> None:
+        """UPDATING → FETCHING: gather the other ranks' shards once the update has computed this rank's."""
+        assert unit.update is not None
+        unit.move(Residency.FETCHING)
+        unit.transfer = self._ranks.all_gather(unit.flat(), unit.update.computed, unit.index)
+
+    def arrive(self, unit: Unit) -> None:
+        """FETCHING → RESIDENT: wait until the parameters have arrived. No-op for a resident unit."""
         if unit.residency is Residency.RESIDENT:
             return
         assert unit.transfer is not None
         if unit.update is not None and (unit.layout.dtype != torch.float32 or unit.index in self._held_back):
             # Edited elements of 16-bit parameters are found by comparison with the tier, and edits of others may have
             # to stay out of it, so the write of the update must end before the user can edit the buffer.
-            self._await_update(unit.update)
+            self.await_update(unit.update)
         lane = "gather" if unit.update is None or unit.update.done.done() else "update"
         unit.fetched, unit.transfer = unit.transfer, None
         try:
@@ -231,77 +240,47 @@ class UnitStore:
         """Make the fetched parameters resident: FETCHING → RESIDENT."""
         unit.move(Residency.RESIDENT)
         binding.bind(unit)
-        residents.add_buffer(unit, self)
-        self.scope.add(unit)
+        residents.add_buffer(unit)
+        self.resident.add(unit)
         if unit.fingerprint is None:
             unit.fingerprint = self._fingerprint(unit)
 
-    def _start(self, unit: Unit, lease: Lease) -> None:
-        """RELEASED → FETCHING, after the pending update, if any."""
-        holds = False
-        if unit.updated_early:  # backward may still read a buffer that was left to views: `_return_to_viewers`
-            self.buffers.give(unit, lease)
-        else:
-            holds = self._give(unit, lease)
-        self.fetches += 1
-        if unit.due_update is not None:
-            self.start_update(unit, unit.due_update)
-            self._follow_update(unit)
-            return
-        if unit.residency is Residency.RESIDENT:
-            return
-        unit.move(Residency.FETCHING)
-        if unit.update is not None:
-            self._await_update(unit.update)  # an update in the tier alone
-        read: Transfer = DONE
-        if not holds:
-            read = self._states.fetch(unit.layout, unit.shard_bytes(self._ranks.shard_rank))
-        unit.transfer = self._ranks.all_gather(unit.flat(), read, unit.index)
-
-    def _follow_update(self, unit: Unit) -> None:
-        """UPDATING → FETCHING: gather the other ranks' shards once the update has computed this rank's."""
-        assert unit.update is not None
-        unit.move(Residency.FETCHING)
-        unit.transfer = self._ranks.all_gather(unit.flat(), unit.update.computed, unit.index)
-
-    def _is_complete(self) -> bool:
+    @property
+    def is_complete(self) -> bool:
         """Return whether every unit has a buffer, so that nothing can be prefetched.
 
         Several ranks gather shards ahead, after an update in the buffer too.
         """
         return len(self.buffers) == len(self.units) and self._ranks.is_single
 
-    def prefetch(self) -> None:
-        """Start fetching the next units of the trace (`infinity.units.prefetch`), as far as buffers suffice."""
-        if self._is_complete():
-            return
-        for unit in self.ahead.to_fetch():
-            if unit.residency is Residency.UPDATING:
-                self._follow_update(unit)
-            elif not self._start_ahead(unit):
-                break
-        if self._states.reads_ahead:
-            # Ranks may differ in this: it takes no buffer of the device, and nothing is exchanged.
-            self._states.read_ahead(self.ahead.to_read())
+    def read_ahead(self) -> None:
+        """Read the next units of the trace into memory, as far as the tier of parameters has buffers for that.
 
-    def _start_ahead(self, unit: Unit) -> bool:
-        """Start to fetch a released unit. Returns False if that would wait, or take the buffer of one needed sooner."""
-        if unit.update is not None and not unit.update.done.done() and self._ranks.is_single:
-            return False  # its update is under way in the tier alone
-        lease = self.buffers.lease_ahead(unit)
-        if lease is not None:
-            self._start(unit, lease)
-        return lease is not None
+        Ranks may differ in this: it takes no buffer of the device, and nothing is exchanged.
+        """
+        if self._states.reads_ahead:
+            self._states.read_ahead(self._to_read())
+
+    def _to_read(self) -> Iterator[UnitLayout]:
+        """Yield the layouts of units whose parameters are in their tier alone, with no write of them due.
+
+        None is under way: a unit is evicted from its buffer after its writes, if the tier is not memory.
+        """
+        units, kept, released = self.units, self.kept, Residency.RELEASED
+        for index in self._schedule.trace.upcoming():
+            unit = units[index]
+            if unit.residency is released and unit.due_update is None and unit not in kept:
+                yield unit.layout
 
     # -- update ------------------------------------------------------------------------------------------------------
 
     @uninterrupted()
-    def start_update(self, unit: Unit, job: UpdateJob) -> None:
-        """→ UPDATING: start an update of this rank's shard of the leased buffer.
+    def place(self, unit: Unit, job: UpdateJob) -> PlacedUpdate:
+        """→ UPDATING: hand this rank's shard of the leased buffer to an update. Call `placed` once it is submitted.
 
         The buffer holds the parameters, is being filled with them, or, for a RELEASED unit, is filled by the update.
         """
-        assert unit.lease is not None and self._pipeline is not None
+        assert unit.lease is not None
         reached = self._device.compute_reached()
         arrives: Transfer | None = None
         early, viewed, leaves = job.gradient is not None, False, False
@@ -310,8 +289,8 @@ class UnitStore:
         if unit.residency is Residency.RESIDENT:
             arrives = reached
             if early and unit.update is not None and unit.is_viewed():
-                with self._moving():
-                    self._await_update(unit.update)  # its write refers to the buffer too
+                with self.moving():
+                    self.await_update(unit.update)  # its write refers to the buffer too
             viewed = unit.is_viewed()
             if viewed:
                 self.kept.note_overwritten(unit)
@@ -330,71 +309,31 @@ class UnitStore:
         else:
             binding.unbind(unit)
         unit.move(Residency.UPDATING)
-        unit.due_update = None
-        unit.updated_early = early
-        _overwritten(unit)
         after: Transfer = job.gate
         if unit.update is not None:
             # A gate that is done may have failed, and its error has to be raised.
             after = unit.update.done if job.gate is DONE else Together(job.gate, unit.update.done)
-        fetched, unit.fetched, unit.update = unit.fetched, DONE, job.progress
-        # No variable refers to the buffer, whose lease may end as soon as the job is done.
-        self._pipeline.submit(
-            PlacedUpdate(
-                job,
-                None if leaves else unit.shard_bytes(self._ranks.shard_rank),
-                arrives,
-                reached,
-                fetched,
-                after,
-                prepare,
-                checked,
-            )
-        )
-        if leaves:
+        fetched, unit.fetched = unit.fetched, DONE
+        unit.begin_update(job.progress, early=early)
+        target = None if leaves else unit.shard_bytes(self._ranks.shard_rank)
+        return PlacedUpdate(job, target, arrives, reached, fetched, after, prepare, checked)
+
+    def placed(self, unit: Unit, *, in_tier_alone: bool) -> None:
+        """Release the buffer of a unit whose submitted update does not use it. Warnings come last: they may raise."""
+        if in_tier_alone:
             self._drop(unit, valid=False)
-        elif early and viewed:
+        elif unit in self.kept:
             self.kept.warn(unit)
 
-    def postpone_update(self, unit: Unit) -> None:
-        """Release the buffer of a unit that is not `finished_with`, if other ranks may update it in its tier alone.
+    def release_passed(self, unit: Unit) -> None:
+        """Release the buffer of a unit past its last use that may not be updated here, if other ranks may update it in
+        its tier alone.
 
         References may differ between ranks; the buffers that are free may not, since they decide what is fetched next.
         """
-        if self._ranks.is_single or unit.residency is not Residency.RESIDENT or not self.tracer.passed(unit.index):
-            return
         if self._is_rewritten_in_tier_only(unit):
-            with self._moving():
+            with self.moving():
                 self._evict(unit)
-
-    def read_states_ahead(self) -> None:
-        """Start to read the optimizer states of the units that `engine.step()` will update first.
-
-        These are the first that the trace uses, which keep or have got their buffers by then. No-op while the step
-        needs another fetch, which comes first, and without a trace.
-        """
-        assert self._pipeline is not None
-        if not self._pipeline.reads_ahead or not self.tracer.follows:
-            return
-        for index in self.tracer.upcoming():
-            if self.tracer.passed(index):
-                break
-            if self.units[index].residency is Residency.RELEASED:
-                return
-        first = (self.units[index].layout for index in self.tracer.by_first_use())
-        self._pipeline.read_ahead(layout for layout in first if layout.trainable)
-
-    def finish_update(self, unit: Unit) -> None:
-        """Execute the update of a former step, if no forward has used the unit since.
-
-        Its stored gradient is read before the next one is written. Otherwise returns at once.
-        """
-        if unit.due_update is not None or unit.residency is Residency.UPDATING:
-            with self._moving():
-                self._arrive(unit)
-        elif unit.residency is Residency.FETCHING and unit.update is not None:  # prefetched, after the update
-            with self._moving():
-                self._await_update(unit.update)
 
     def _take_edit(self, unit: Unit, *, later: bool) -> tuple[Callable[[], None] | None, Transfer]:
         """Bring an edit of the buffer to the states that the next update starts from.
@@ -403,11 +342,10 @@ class UnitStore:
         its own thread, in place of the model's, and a transfer after which that does not wait for the device
         [Note: who waits for a fingerprint].
         """
-        assert self._pipeline is not None
         binding.adopt_assigned(unit, self.recorder)
         if self._finds_edits:
             self._was_edited(unit)
-        in_tier = self._pipeline.in_tier(unit.index)
+        in_tier = unit.index in self._in_tier
         if unit.layout.dtype == torch.float32 and not in_tier:
             return None, DONE  # the update starts from the buffer, and there is no other copy of the values
         layout, shard = unit.layout, unit.shard_bytes(self._ranks.shard_rank)
@@ -432,8 +370,7 @@ class UnitStore:
 
         Follows from the plan and the trace, which ranks share.
         """
-        assert self._pipeline is not None
-        return self._pipeline.in_tier(unit.index) and self.buffers.leaves_first(unit)
+        return unit.index in self._in_tier and self.buffers.leaves_first(unit)
 
     def _leave_to_viewers(self, unit: Unit) -> Transfer:
         """Leave the buffer to its views, which backward may read until the step ends.
@@ -460,14 +397,9 @@ class UnitStore:
             kept.buffer[: unit.lease.nbytes].copy_(unit.lease.tensor)
             unit.lease.substitute(kept.buffer)
 
-    def start_due_updates(self) -> None:
-        """Start every pending update."""
-        with self._moving():
-            for unit in self.units:
-                if unit.due_update is not None:
-                    if unit.residency is Residency.RELEASED:
-                        self._give(unit, self.buffers.lease(unit))
-                    self.start_update(unit, unit.due_update)
+    def assign_for_update(self, unit: Unit) -> None:
+        """Assign a buffer to a released unit, for an update that fills it."""
+        self._give(unit, self.lease(unit))
 
     def commit_steps(self) -> None:
         """Keep edits that the script makes after a step out of the step's commit from now on."""
@@ -478,16 +410,16 @@ class UnitStore:
         code outside of a forward is about to use and may edit.
         """
         if self._commits_steps and unit.update is not None:
-            with self._moving():
-                self._await_update(unit.update)
+            with self.moving():
+                self.await_update(unit.update)
 
     def hold_back_edits(self, units: Sequence[Unit]) -> None:
         """Keep edits of held units out of their tiers from now on, for `discard_edits`. Those of before are written."""
         self.write_edits(units)
         for unit in units:
             if unit.update is not None:
-                with self._moving():
-                    self._await_update(unit.update)  # its write reads the buffer
+                with self.moving():
+                    self.await_update(unit.update)  # its write reads the buffer
         self._held_back.update(unit.index for unit in units)
 
     def release_edits(self, units: Iterable[Unit]) -> None:
@@ -505,25 +437,22 @@ class UnitStore:
                 )
 
     def discard_edits(self, units: Sequence[Unit]) -> list[Unit]:
-        """Fetch held units again that any rank has edited since `hold_back_edits`, and return these. Collective.
+        """Fetch resident units again that any rank has edited since `hold_back_edits`, and return these. Collective.
 
         Views of the units show the fetched values.
         """
-        edited = set()
-        for unit in units:
-            self.use(unit)  # an update in the meantime takes the parameters from their buffer
-            if self._was_edited(unit):
-                edited.add(unit.index)
+        edited = {unit.index for unit in units if self._was_edited(unit)}
         edited = self._ranks.union(edited, Operation.DISCARD_EDITS)
         discarded = [unit for unit in units if unit.index in edited]
-        with self._moving():
+        with self.moving():
             for unit in discarded:
                 if unit.update is not None:
-                    self._await_update(unit.update)
+                    self.await_update(unit.update)
                 self._leave(unit)
                 self._detach(unit)
                 self._drop(unit, valid=False)
-                self._arrive(unit)
+                self.fetch(unit, holds=self.assign(unit, self.lease(unit)))
+                self.arrive(unit)
         return discarded
 
     def write_edits(self, units: Iterable[Unit] | None = None) -> None:
@@ -534,31 +463,28 @@ class UnitStore:
         """
         if units is None:
             units = [unit for unit in self.units if unit.index not in self._held_back]
-        with self._moving():
+        with self.moving():
             for unit in units:
                 if unit.due_update is not None or unit.residency is Residency.UPDATING:
                     continue
                 if unit.residency is Residency.RESIDENT and self._was_edited(unit):
                     if unit.update is not None:
-                        self._await_update(unit.update)
+                        self.await_update(unit.update)
                     self._write_back(unit)
                     unit.fingerprint = self._fingerprint(unit)
                 elif unit.residency is Residency.RELEASED and self.kept.is_edited(unit):
                     self._write_kept(unit)
 
-    def settle(self) -> None:
-        """Start every pending update and wait until all are done and written back."""
-        self.start_due_updates()
-        with self._moving():
+    def await_updates(self) -> None:
+        """Wait until all updates that were started are written back."""
+        with self.moving():
             for unit in self.units:
                 if unit.update is not None:
-                    self._await_update(unit.update)
-            if self._pipeline is not None:
-                self._pipeline.drop_ahead()
+                    self.await_update(unit.update)
 
     def rewritten(self, unit: Unit) -> None:
         """Invalidate saved references and the fingerprint: a load or a write to the tiers overwrote the parameters."""
-        _overwritten(unit)
+        unit.overwritten()
         torch.autograd.graph.increment_version(unit.parameters)
 
     def end_step(self) -> None:
@@ -566,31 +492,25 @@ class UnitStore:
         for unit in self.units:
             unit.updated_early = False
 
-    def refresh_viewed(self) -> None:
-        """Fetch units whose live views show old values, on all ranks. Collective.
-
-        In a plain loop, views show new parameters as soon as a step, a load or an edit has ended.
-        """
+    def showing_past(self) -> list[Unit]:
+        """Return the released units whose live views show old values on any rank. Collective."""
         past = {unit.index for unit in self.units if self.kept.shows_past(unit)}
         self.kept.forget_overwritten()
         past = self._ranks.union(past)
-        with self._moving():
-            for index in sorted(past):
-                if self.units[index].residency is not Residency.RESIDENT:
-                    self._arrive(self.units[index])
+        return [unit for unit in map(self.units.__getitem__, sorted(past)) if unit.residency is not Residency.RESIDENT]
 
     # -- release -----------------------------------------------------------------------------------------------------
 
     def release_all(self) -> None:
         """Evict every unit and write edits back to its tier. No unit may be held."""
-        with self._moving():
+        with self.moving():
             for unit in self.units:
                 edited = self.kept.is_edited(unit)
                 if unit.lease is not None:
                     self._evict(unit)
                 elif unit.update is not None:
                     update, unit.update = unit.update, None
-                    self._await_update(update)
+                    self.await_update(update)
                 if edited:
                     self._write_kept(unit)
 
@@ -607,7 +527,7 @@ class UnitStore:
     def _evict(self, unit: Unit) -> None:
         if unit.update is not None:
             update, unit.update = unit.update, None
-            self._await_update(update)
+            self.await_update(update)
         if unit.transfer is not None:
             transfer, unit.transfer = unit.transfer, None
             with self.recorder.wait("gather", "parameters"):
@@ -671,7 +591,7 @@ class UnitStore:
 
         Raises LifetimeError if the unit has been overwritten since, so that the edit is lost.
         """
-        if self._give(unit, self.buffers.lease(unit)):
+        if self._give(unit, self.lease(unit)):
             unit.move(Residency.FETCHING)
             self._write_back(unit)
             unit.fingerprint = None  # other ranks' shards may have changed too
@@ -682,7 +602,7 @@ class UnitStore:
     def _leave(self, unit: Unit) -> None:
         """Unregister the buffer of a resident unit as its parameters' memory."""
         residents.remove_buffer(unit)
-        self.scope.remove(unit)
+        self.resident.remove(unit)
 
     def _was_edited(self, unit: Unit) -> bool:
         """Copy assigned data into the buffer. Returns True if the resident unit's buffer then differs from its tier.
@@ -714,8 +634,3 @@ class UnitStore:
         with self.recorder.wait("gather", "parameters"):
             self._states.sync_masters_from_edit(unit.layout, shard)
             self._states.write_back(unit.layout, shard).wait()
-
-
-def _overwritten(unit: Unit) -> None:
-    unit.generation += 1
-    unit.fingerprint = None

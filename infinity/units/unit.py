@@ -118,6 +118,20 @@ class Unit:
             self.steps[slot] += 1
         return {slot: self.steps[slot] for slot in slots}
 
+    def begin_update(self, update: UpdateProgress, *, early: bool) -> None:
+        """Record that an update of the parameters is submitted. early: before `engine.step()`."""
+        self.update, self.due_update, self.updated_early = update, None, early
+        self.overwritten()
+
+    def postpone(self, job: UpdateJob) -> None:
+        """Leave an update to the unit's next use."""
+        self.due_update = job
+
+    def overwritten(self) -> None:
+        """Record that the parameters in the tiers are being overwritten."""
+        self.generation += 1
+        self.fingerprint = None
+
     def present_update(self) -> UpdateProgress | None:
         """Return the update that is due, else the last one that was started."""
         return self.update if self.due_update is None else self.due_update.progress

@@ -82,7 +82,7 @@ EVENTS = [
 
 def samples() -> list[Any]:
     waiting = {"main": stack("autograd/graph.py:9 run", "infinity/engine/training.py:162 backward")}
-    hook = stack("infinity/units/store.py:7 use", "infinity/units/hooks.py:3 before")
+    hook = stack("infinity/units/store.py:7 use", "infinity/model/hooks.py:3 before")
     helper = {"infinity-update": stack("infinity/update/pipeline.py:5 _run"), "other": stack("x/y.py:1 z")}
     return [
         Sample(at(2050), {"main": stack("infinity/sim/gpt2.py:1 forward")}),
@@ -211,7 +211,7 @@ def test_gaps_have_kernels_reasons_copies_and_frames() -> None:
     assert late["calls"]["cudaEventSynchronize [99]"] == pytest.approx(0.3)
     assert list(late["threads"]) == ["autograd", "main", "infinity-update"]
     assert late["threads"]["autograd"] == {
-        "frames": ["infinity/units/store.py:7 use", "infinity/units/hooks.py:3 before"],
+        "frames": ["infinity/units/store.py:7 use", "infinity/model/hooks.py:3 before"],
         "in": 2,
         "of": 3,
     }
@@ -223,7 +223,7 @@ def test_gaps_are_summed_by_the_innermost_frame_of_the_package() -> None:
     result, _ = analysed(EVENTS)
     rows = {(row["site"], row["ended"]): row for row in result["gap_sites"]}
     assert rows["infinity/units/store.py:7 use", "late"]["seconds"] == pytest.approx(400e-6 * 2 / 3)
-    assert rows["infinity/units/store.py:7 use", "late"]["callers"] == ["infinity/units/hooks.py:3 before"]
+    assert rows["infinity/units/store.py:7 use", "late"]["callers"] == ["infinity/model/hooks.py:3 before"]
     assert rows["infinity/engine/training.py:162 backward", "late"]["median_ms"] == pytest.approx(0.4)
     assert rows["infinity/sim/gpt2.py:1 forward", "late"]["count"] == 1
     assert rows["bench/trace_run.py:1 step", "queued"]["seconds"] == pytest.approx(800e-6)
@@ -281,7 +281,7 @@ def test_the_text_is_short_and_has_every_part() -> None:
     assert "2 s untraced; traced 2, 3 s (+25%)" in shown
     assert "engine: wait_seconds 0.25\nengine, waits: unit 0.2, gradient 0.05" in shown
     assert "queued (1.4)" in shown and "to device 0.79" in shown
-    assert "autograd 2/3: infinity/units/store.py:7 use < infinity/units/hooks.py:3 before" in shown
+    assert "autograd 2/3: infinity/units/store.py:7 use < infinity/model/hooks.py:3 before" in shown
     assert "the profiler itself took 0.10 ms of the steps" in shown
     assert trace_text.text({}) and len(shown.splitlines()) < 60
     assert "share of samples" in trace_text.text(gpu_trace.first_part(args, run))

@@ -55,7 +55,7 @@ def test_a_loss_that_is_divided_already(update: str, tmp_path: Path) -> None:
             engine.backward(loss / 2, scale_wrt_gas=False)
             engine.step()
             losses.append(loss.item())
-            assert engine.updates.step.unscaled == 0
+            assert engine.parts.schedule.step.unscaled == 0
         assert_close(Result(losses, parameters_of(engine)), plainly([2, 2, 2], 2))
 
 

@@ -49,9 +49,9 @@ def trained(engine: Any, interrupts: list[int]) -> list[torch.Tensor]:
 def test_an_interrupt_at_the_end_of_a_backward(update: str, number: int, make_engine: OpenEngine) -> None:
     expected = trained(make_engine(seeded(Linears), **MEMORY, update=update), [])
     engine = make_engine(seeded(Linears), **MEMORY, update=update)
-    collector = engine.updates.collector
-    collector.send_all = once_interrupted(  # type: ignore[method-assign]
-        collector.send_all, lambda: engine.global_steps == number
+    runner = engine.updates.runner
+    runner.send_all = once_interrupted(  # type: ignore[method-assign]
+        runner.send_all, lambda: engine.global_steps == number
     )
     interrupts: list[int] = []
     assert all(map(torch.equal, trained(engine, interrupts), expected))
@@ -61,9 +61,9 @@ def test_an_interrupt_at_the_end_of_a_backward(update: str, number: int, make_en
 def test_an_interrupt_in_a_step_keeps_the_schedule(make_engine: OpenEngine) -> None:
     engine = make_engine(seeded(Linears), **MEMORY)
     engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 2)
-    store = engine.parts.store
-    store.refresh_viewed = once_interrupted(  # type: ignore[method-assign]
-        store.refresh_viewed, lambda: engine.global_steps == 2
+    runner = engine.parts.runner
+    runner.refresh_viewed = once_interrupted(  # type: ignore[method-assign]
+        runner.refresh_viewed, lambda: engine.global_steps == 2
     )
     interrupts: list[int] = []
     trained(engine, interrupts)

@@ -354,7 +354,7 @@ def test_a_micro_batch_moves_at_most_twelve_bytes_a_parameter(monkeypatch: pytes
         layouts = [unit.layout for unit in engine.parts.units]
         for number, batch in enumerate(token_batches(8)):
             loss = engine(*batch)
-            traffic = Traffic(device, engine.updates.collector._places, monkeypatch)
+            traffic = Traffic(device, engine.updates.collector.places, monkeypatch)
             engine.backward(loss)
             engine.updates.gradients.settle()
             most = 12 if number % 4 else 8

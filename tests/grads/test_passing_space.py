@@ -284,7 +284,7 @@ def test_a_disk_that_is_full_when_gradients_have_to_wait_again(
             before = parameters_of(engine) | states_of(engine)
             fill(folder)
             if at_end:
-                engine.updates.collector._expected = {unit.index: (99, [True]) for unit in engine.units}
+                engine.parts.schedule.arrivals._before = {unit.index: 99 for unit in engine.units}
             with (
                 pytest.raises(OutOfSpaceError, match=f"too little space in {folder}.* are missing; free"),
                 engine.no_sync(),

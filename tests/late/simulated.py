@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from infinity.grads.collector import GradCollector
+from infinity.engine.training_runner import TrainingRunner
 from infinity.tiers.accelerator import StreamTransfer
 from infinity.tiers.fingerprint import Fingerprint
 from infinity.tiers.memory import host_tensor
@@ -109,8 +109,8 @@ def simulated(host: Host) -> Iterator[SimulatedAccelerator]:
     }
     replaced["infinity.units.store.UnitStore._was_edited"] = _was_edited
     replaced["infinity.units.store.EditChecks"] = _Unedited
-    for name in ("arrive", "end_backward"):
-        replaced[f"infinity.grads.collector.GradCollector.{name}"] = _labelled(getattr(GradCollector, name))
+    for name in ("arrived", "end_backward"):
+        replaced[f"infinity.engine.training_runner.TrainingRunner.{name}"] = _labelled(getattr(TrainingRunner, name))
     with _patched(replaced):
         yield SimulatedAccelerator(host)
 

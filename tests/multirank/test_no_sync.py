@@ -120,7 +120,7 @@ def test_what_cannot_be(tmp_path: Path) -> None:
         with pytest.raises(KeyError), engine.no_sync():
             engine.backward(loss)  # what counts is where backward is called
             raise KeyError
-        assert engine.updates.gradients.units and not engine.updates.step.is_complete
+        assert engine.updates.gradients.units and not engine.parts.schedule.step.is_complete
         engine.backward(engine(*batches[2]))
         with engine.no_sync(), pytest.raises(UsageError, match="for several backwards a step, set gradient_accu"):
             engine.backward(engine(*batches[3]))

@@ -131,7 +131,7 @@ def test_between_backward_and_step_of_updates_during_backward(tmp_path: Path) ->
             before = expected(reference, "greedy")
             optimizer.step()
             optimizer.zero_grad()
-            begun.append(bool(engine.updates.step.updated))
+            begun.append(bool(engine.parts.schedule.step.updated))
             if begun[-1]:
                 with pytest.raises(UsageError, match=r'infinity\.update to "next_forward"'):
                     say(engine.generate, "greedy")
@@ -170,8 +170,8 @@ def test_a_token_reads_no_unit_twice(name: str, prefetch: int, tmp_path: Path) -
     """
     with opened(MODELS[name], "nvme", tmp_path, prefetch_bytes=prefetch * 60_000, cache_bytes=2 * 60_000) as engine:
         used: set[int] = set()
-        touch = engine.parts.store.tracer.touch
-        engine.parts.store.tracer.touch = lambda unit: (used.add(unit), touch(unit))[1]  # type: ignore[method-assign,func-returns-value]
+        touch = engine.parts.schedule.trace.touch
+        engine.parts.schedule.trace.touch = lambda unit: (used.add(unit), touch(unit))[1]  # type: ignore[method-assign,func-returns-value]
         say(engine.generate, "greedy")
         steps = Steps(engine)
         used.clear()

@@ -202,7 +202,7 @@ def used(engine: TrainingEngine) -> None:
         engine.backward(engine(*batch))
         engine.step()
     engine.backward(engine(*BATCHES[2]))
-    assert engine.updates.step.updated
+    assert engine.parts.schedule.step.updated
 
 
 def test_gradients_that_units_were_updated_with_are_not_dropped(tmp_path: Path) -> None:

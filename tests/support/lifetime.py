@@ -23,8 +23,8 @@ class Residents:
         self.store = engine.parts.store
         self.most = 0
         self.uses = 0
-        self._use = self.store.use
-        self.store.use = self.watch  # type: ignore[method-assign]
+        self._use = engine.parts.runner.use
+        engine.parts.runner.use = self.watch  # type: ignore[method-assign]
 
     def watch(self, unit: Unit) -> None:
         self._use(unit)

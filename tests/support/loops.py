@@ -117,9 +117,8 @@ def trained(
 def parameters_of(engine: TrainingEngine) -> dict[str, torch.Tensor]:
     """Return name → present value of every parameter, fetched unit by unit, with pending updates applied."""
     values = {}
-    store = engine.parts.store
     for unit in engine.parts.units:
-        store.use(unit)
+        engine.parts.runner.use(unit)
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
             values[slot.name] = parameter.detach().clone()
     return values

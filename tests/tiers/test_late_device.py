@@ -140,7 +140,7 @@ def test_a_unit_that_leaves_before_its_next_use_is_not_copied_up_again(accumulat
             engine.step()
             losses.append(loss.item())
             if number % accumulation == accumulation - 1:
-                engine.parts.store.settle()
+                engine.updates.runner.settle()
                 ups.append(device.to_device.copies - engine.parts.store.fetches - before)
         buffers = engine.parts.plan.buffers(UNITS)
         result = Result(losses, parameters_of(engine), len(engine.parts.units))
@@ -195,9 +195,9 @@ def test_nothing_is_copied_within_host_memory(clip: float, accumulation: int) ->
     batches = token_batches(4 * accumulation)
     with open_engine(seeded(Stack), config, device) as engine:
         train_loop(engine, batches[: 2 * accumulation])
-        engine.parts.store.settle()
+        engine.updates.runner.settle()
         device.within = 0  # the first step stores gradients whose order is new
         train_loop(engine, batches[2 * accumulation :])
-        engine.parts.store.settle()
+        engine.updates.runner.settle()
         # The embedding's last gradient arrives after its unit was evicted: it is stored in memory that is not reserved.
         assert device.within == (2 if not clip and accumulation == 1 else 0)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from infinity.errors import UsageError
-from infinity.units.added import Additions
+from infinity.model.added import Additions
 from support.configs import engine_config
 from support.loops import open_engine, train
 from support.models import Block, Stack, seeded, token_batches

@@ -70,7 +70,7 @@ def test_units_are_updated_during_backward(uses: Uses) -> None:
         _train(engine, [uses] * 3)
         prepare(engine.module, uses)
         engine.backward(engine(tokens_of(4), uses))
-        updated = {engine.units[index].name for index in engine.updates.step.updated}
+        updated = {engine.units[index].name for index in engine.parts.schedule.step.updated}
         with_gradient = {unit.name for unit in engine.units if unit.collected}
         engine.step()
     assert updated == with_gradient

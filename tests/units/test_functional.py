@@ -169,7 +169,7 @@ def test_transforms_of_the_managed_model(use: str, place: dict[str, Any], make_e
         found = None
     seen += training(BATCHES[2:])(loop)
     assert_like(seen, expected)
-    assert engine.parts.store.scope.depth == 0
+    assert engine.parts.runner.scope.depth == 0
 
 
 def test_a_transform_inside_of_the_models_forward() -> None:

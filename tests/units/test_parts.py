@@ -49,8 +49,8 @@ class Decisions:
     def __init__(self, engine: TrainingEngine) -> None:
         self.on_demand: list[int] = []
         self.updated_in_backward: list[int] = []
-        store = engine.parts.store
-        use, start = store.use, store.start_update
+        store, runner = engine.parts.store, engine.updates.runner
+        use, start = runner.use, runner.start_update
 
         def watch_use(unit: Unit) -> None:
             if unit.residency is Residency.RELEASED:
@@ -67,7 +67,7 @@ class Decisions:
                 self.updated_in_backward.append(unit.index)
             start(unit, job)
 
-        store.use, store.start_update = watch_use, watch_start  # type: ignore[method-assign]
+        runner.use, runner.start_update = watch_use, watch_start  # type: ignore[method-assign]
 
 
 def decisions_of(loss_of: LossOf) -> Decisions:
@@ -94,7 +94,7 @@ def test_parts_are_fetched_ahead_and_updated_during_backward_like_the_roots() ->
 def test_the_trace_of_parts_does_not_grow() -> None:
     with open_engine(seeded(Stack), engine_config()) as engine:
         train(engine, BATCHES[:2], loss_by_parts)
-        tracer = engine.parts.store.tracer
+        tracer = engine.parts.schedule.trace
         uses = len(tracer.known(PARTS).uses)
         for _ in range(3):
             train(engine, BATCHES, loss_by_parts)

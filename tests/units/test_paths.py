@@ -250,7 +250,7 @@ def test_a_second_backward_that_needs_no_parameters_is_refused(make_engine: Open
         out = engine(x)
         out.square().mean().backward()
         if engine.global_steps >= 2:
-            assert engine.updates.step.updated
+            assert engine.parts.schedule.step.updated
             with pytest.raises(UsageError, match="backward was called more than gradient_accumulation_steps times"):
                 out.sum().backward()
         engine.step()

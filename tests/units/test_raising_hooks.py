@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from conftest import OpenEngine
-from infinity.units.topmost import topmost_hooks
+from infinity.model.topmost import topmost_hooks
 from support.beside import MEMORY, NVME, EngineLoop, PlainLoop, assert_like, training
 from support.configs import engine_config
 from support.lifetime import assert_nothing_leaked
@@ -60,7 +60,7 @@ WHERE = pytest.mark.parametrize("place", [MEMORY, NVME], ids=["memory", "nvme"])
 
 def footprint(engine: Any) -> dict[str, Any]:
     """Return counts and states that must not grow from failure to failure."""
-    tracer, scope = engine.parts.store.tracer, engine.parts.store.scope
+    tracer, scope = engine.parts.schedule.trace, engine.parts.runner.scope
     return {
         "recorded": len(tracer._recorded),
         "traces": sorted(tracer._traces),

@@ -14,8 +14,8 @@ from torch import nn
 from conftest import OpenEngine
 from infinity.engine.training import TrainingEngine
 from infinity.errors import LifetimeError
+from infinity.model.topmost import topmost_hooks
 from infinity.units import residents
-from infinity.units.topmost import topmost_hooks
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice
 from support.lifetime import Residents, assert_nothing_leaked, assert_trains_like_plain, pool_buffers

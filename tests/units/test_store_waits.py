@@ -14,6 +14,7 @@ from infinity.engine.gather import get_full_fp32_param
 from infinity.engine.training import TrainingEngine
 from infinity.plan.layout import UnitLayout
 from infinity.rules import Hyper
+from infinity.schedule.schedule import Update
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.states import UnitStates
 from infinity.units.unit import Residency, Unit
@@ -62,7 +63,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, afte
         train(opened, BATCHES)
         with torch.no_grad():
             opened(*BATCHES[0])
-        opened.parts.store.settle()
+        opened.updates.runner.settle()
         monkeypatch.setattr(UpdatePipeline, "submit", end)
         yield opened
 
@@ -116,7 +117,7 @@ def test_a_write_of_the_update_before_is_no_view(engine: TrainingEngine) -> None
     unit, store = resident(engine), engine.parts.store
     pending_update(unit, refers=True)
     assert unit.is_viewed()
-    store.start_update(unit, update(unit, early=True))
+    engine.updates.runner.start_update(unit, update(unit, early=True))
     assert unit not in store.kept
 
 
@@ -124,10 +125,10 @@ def test_a_unit_is_finished_with_while_its_update_before_is_written(
     engine: TrainingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its write is no view that backward may read."""
-    unit, store = resident(engine), engine.parts.store
-    monkeypatch.setattr(store.tracer, "finished_with", lambda index: True)
+    unit, schedule, store = resident(engine), engine.parts.schedule, engine.parts.store
+    monkeypatch.setattr(schedule.trace, "finished_with", lambda index: True)
     pending_update(unit, refers=True)
-    assert store.finished_with(unit)
+    assert schedule.update(unit.index, is_held=False, is_viewed=lambda: store.is_viewed(unit)) is Update.NOW
 
 
 def test_a_unit_leaves_its_buffer_once_its_update_has_ended(engine: TrainingEngine) -> None:
@@ -144,10 +145,10 @@ def test_an_update_follows_a_save_or_the_update_before(engine: TrainingEngine, a
     first = update(unit, early=False)
     unit.snapshot_read = DONE
     second = update(unit, early=False)
-    engine.parts.store.start_update(unit, first)
+    engine.updates.runner.start_update(unit, first)
     assert afters == [save]
-    engine.parts.store.use(unit)
-    engine.parts.store.start_update(unit, second)
+    engine.parts.runner.use(unit)
+    engine.updates.runner.start_update(unit, second)
     assert afters[1] is first.progress.done
 
 
@@ -157,7 +158,7 @@ def test_an_update_follows_both_a_commit_and_the_update_before(engine: TrainingE
     unit.snapshot_read = commit
     before = pending_update(unit)
     second = update(unit, early=False)
-    engine.parts.store.start_update(unit, second)
+    engine.updates.runner.start_update(unit, second)
     afters[0].wait()
     assert before.waited and commit.waited
 
@@ -167,7 +168,7 @@ def test_an_edit_is_written_before_an_update_once_a_save_has_read_the_states(
 ) -> None:
     unit = resident(engine)
     edit(unit)
-    engine.parts.store.start_update(unit, update(unit, early=False))
+    engine.updates.runner.start_update(unit, update(unit, early=False))
     assert edits == [True]
 
 
@@ -193,7 +194,7 @@ def test_an_edit_is_in_its_tier_when_the_unit_leaves(
     monkeypatch.setattr(UnitStates, "write_back", watched)
     edit(unit)
     if leaves == "to an update":
-        store.start_update(unit, update(unit, early=False))
+        engine.updates.runner.start_update(unit, update(unit, early=False))
     else:
         store.release_all()
     assert [write.waited for write in writes] == [True]
@@ -205,7 +206,7 @@ def test_masters_are_set_to_an_edit_once_it_has_left_the_device(engine: Training
     unit, store = resident(engine), engine.parts.store
     (parameter, *_) = unit.parameters
     masters = get_full_fp32_param(parameter)
-    store.use(unit)
+    engine.parts.runner.use(unit)
     with torch.no_grad():
         masters[0] = parameter[0].add_(1)
     store.release_all()
@@ -216,9 +217,9 @@ def test_masters_are_set_to_an_edit_once_it_has_left_the_device(engine: Training
 def test_a_16_bit_unit_arrives_once_its_update_is_written(engine: TrainingEngine) -> None:
     """Edits of its buffer are found by comparison with the tier."""
     unit, store = released(engine), engine.parts.store
-    store._start(unit, store.buffers.lease(unit))
+    store.fetch(unit, holds=store.assign(unit, store.lease(unit)))
     written = pending_update(unit)
-    store.use(unit)
+    engine.parts.runner.use(unit)
     assert written.waited
 
 
@@ -230,7 +231,7 @@ def test_settling_and_releasing_wait_for_updates(
 ) -> None:
     unit = which(engine)
     done = pending_update(unit, refers=which is resident)
-    getattr(engine.parts.store, how)()
+    {"settle": engine.updates.runner.settle, "release_all": engine.parts.store.release_all}[how]()
     assert done.waited
 
 
@@ -264,9 +265,9 @@ def test_a_wait_for_a_fetch_counts_for_the_update_that_it_follows(
         lanes.append(lane)
         return wait(lane, reason)
 
-    store._start(unit, store.buffers.lease(unit))
+    store.fetch(unit, holds=store.assign(unit, store.lease(unit)))
     if updated:
         pending_update(unit)
     monkeypatch.setattr(engine.parts.device.recorder, "wait", watched)
-    store._arrive(unit)
+    engine.parts.runner._arrive(unit)
     assert lanes[-1] == ("update" if updated else "gather")

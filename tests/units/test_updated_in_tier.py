@@ -38,7 +38,7 @@ def engine() -> Any:
     """An engine after two steps, which made a trace."""
     with open_engine(seeded(Stack), engine_config("cpu", "cpu", prefetch_bytes=20_000), LateDevice()) as opened:
         train(opened, BATCHES[:2])
-        opened.parts.store.settle()
+        opened.updates.runner.settle()
         yield opened
 
 
@@ -61,7 +61,7 @@ def test_a_fetch_follows_the_update(engine: TrainingEngine, monkeypatch: pytest.
         return fetch(states, layout, shard)
 
     monkeypatch.setattr(UnitStates, "fetch", read)
-    engine.parts.store.use(unit)
+    engine.parts.runner.use(unit)
     assert ended == [True]
 
 
@@ -69,12 +69,12 @@ def test_prefetch_does_not_wait_for_the_update(engine: TrainingEngine) -> None:
     store = engine.parts.store
     engine(*BATCHES[2])  # the next unit of the trace is free to come
     store.release_all()
-    unit = engine.parts.units[next(store.tracer.upcoming())]
+    unit = engine.parts.units[next(engine.parts.schedule.trace.upcoming())]
     update = under_update(engine, unit)
-    store.prefetch()
+    engine.parts.runner.prefetch()
     assert not update.waited and unit.residency is Residency.RELEASED
     update.wait()
-    store.prefetch()
+    engine.parts.runner.prefetch()
     assert unit.residency is Residency.FETCHING
 
 
@@ -83,9 +83,9 @@ def test_a_gradient_follows_the_update_of_a_prefetched_unit(engine: TrainingEngi
     store = engine.parts.store
     engine(*BATCHES[2])
     store.release_all()
-    store.prefetch()
+    engine.parts.runner.prefetch()
     unit = next(unit for unit in engine.parts.units if unit.residency is Residency.FETCHING)
     update = Update()
     unit.update = SimpleNamespace(done=update, computed=update)  # type: ignore[assignment]
-    store.finish_update(unit)
+    engine.updates.runner._finish_update(unit)
     assert update.waited

@@ -98,7 +98,7 @@ def test_one_that_nothing_is_under_way_for_goes_first(how: str, make_engine: Ope
     assert len(victims) > 1
     for unit in victims[:-1]:
         keep_busy(unit, how, Busy())
-    engine.parts.store.use(wanted)
+    engine.parts.runner.use(wanted)
     assert [unit.residency for unit in victims] == [*[Residency.RESIDENT] * (len(victims) - 1), Residency.RELEASED]
     settle(victims)
 
@@ -107,7 +107,7 @@ def test_one_that_nothing_is_under_way_for_goes_first(how: str, make_engine: Ope
 def test_one_whose_transfers_have_ended_is_not_busy(how: str, make_engine: OpenEngine) -> None:
     engine, victims, wanted = evaluated(make_engine)
     keep_busy(victims[0], how, DONE)
-    engine.parts.store.use(wanted)
+    engine.parts.runner.use(wanted)
     assert victims[0].residency is Residency.RELEASED
     settle(victims)
 
@@ -122,7 +122,7 @@ def test_one_that_is_being_updated_is_not_viewed(make_engine: OpenEngine) -> Non
     keep_busy(updated, "update", Writing(updated))
     for unit in fetched:
         keep_busy(unit, "fetch", Busy())
-    engine.parts.store.use(wanted)
+    engine.parts.runner.use(wanted)
     assert updated.residency is Residency.RELEASED
     settle(victims)
 
@@ -132,15 +132,15 @@ def test_a_prefetch_waits_for_none(how: str, make_engine: OpenEngine) -> None:
     """A prefetch takes a free unit's buffer or none."""
     engine, victims, _ = evaluated(make_engine)
     store = engine.parts.store
-    store.tracer.begin("eval")
-    store.ahead.nbytes = 9000
+    engine.parts.schedule.trace.begin("eval")
+    engine.parts.schedule.prefetch_bytes = 9000
     before = {unit.index for unit in store.buffers.units()}
     for unit in victims:
         keep_busy(unit, how, Busy())
-    store.prefetch()
+    engine.parts.runner.prefetch()
     assert {unit.index for unit in store.buffers.units()} == before
     settle(victims)
-    store.prefetch()
+    engine.parts.runner.prefetch()
     assert {unit.index for unit in store.buffers.units()} != before
 
 
@@ -148,14 +148,14 @@ def test_a_prefetch_takes_no_viewed_buffer(make_engine: OpenEngine) -> None:
     """Evicting a viewed unit would cost one more buffer, which its view keeps."""
     engine, victims, _ = evaluated(make_engine)
     store = engine.parts.store
-    store.tracer.begin("eval")
-    store.ahead.nbytes = 9000
+    engine.parts.schedule.trace.begin("eval")
+    engine.parts.schedule.prefetch_bytes = 9000
     before = {unit.index for unit in store.buffers.units()}
     views = [unit.flat()[:] for unit in victims]  # a view by the parameter would count as a use
-    store.prefetch()
+    engine.parts.runner.prefetch()
     assert {unit.index for unit in store.buffers.units()} == before
     views.clear()
-    store.prefetch()
+    engine.parts.runner.prefetch()
     assert {unit.index for unit in store.buffers.units()} != before
 
 
@@ -166,15 +166,15 @@ def test_a_prefetch_ends_before_its_buffer_is_reused(make_engine: OpenEngine, mo
     engine, _, _ = evaluated(make_engine)
     store, values = engine.parts.store, parameters_of(engine)
     store.release_all()
-    store.tracer.begin("eval")
-    store.ahead.nbytes = 1 << 20
-    store.prefetch()
+    engine.parts.schedule.trace.begin("eval")
+    engine.parts.schedule.prefetch_bytes = 1 << 20
+    engine.parts.runner.prefetch()
     reading = store.buffers.units()
     assert {unit.residency for unit in reading} == {Residency.FETCHING}
     *_, wanted = engine.units
     assert wanted.residency is Residency.RELEASED
-    store.ahead.nbytes = 0
-    store.use(wanted)
+    engine.parts.schedule.prefetch_bytes = 0
+    engine.parts.runner.use(wanted)
     assert [unit.residency for unit in reading].count(Residency.RELEASED) == 1
     schedule.end()  # a read that nobody waited for is carried out now
     (weight,), (slot,) = wanted.parameters, wanted.layout.slots
@@ -185,11 +185,14 @@ def test_a_prefetch_ends_before_its_buffer_is_reused(make_engine: OpenEngine, mo
 def test_one_of_another_size_stays(make_engine: OpenEngine) -> None:
     """A unit of another size stays, although its next use is the furthest, since its buffer would not fit."""
     engine, victims, wanted = evaluated(make_engine, WithWide)
-    store, wide = engine.parts.store, engine.units[7]
-    store.tracer.begin("eval")
+    trace, wide = engine.parts.schedule.trace, engine.units[7]
+    trace.begin("eval")
     assert wide.residency is Residency.RESIDENT and wide.layout.nbytes > wanted.layout.nbytes
-    assert all(store.tracer.next_use(wide.index) > store.tracer.next_use(unit.index) for unit in victims)
-    store.use(wanted)
+    assert all(
+        engine.parts.schedule.trace.next_use(wide.index) > engine.parts.schedule.trace.next_use(unit.index)
+        for unit in victims
+    )
+    engine.parts.runner.use(wanted)
     assert wide.residency is Residency.RESIDENT
     assert [unit.residency for unit in victims].count(Residency.RELEASED) == 1
 
@@ -197,8 +200,8 @@ def test_one_of_another_size_stays(make_engine: OpenEngine) -> None:
 def test_the_unit_in_use_and_those_that_are_held_stay(make_engine: OpenEngine) -> None:
     engine, (held, used, *_), wanted = evaluated(make_engine)
     store = engine.parts.store
-    store.hold(held)
-    store.use(used)
+    engine.parts.runner.hold(held)
+    engine.parts.runner.use(used)
     victims = [victim for _, victim in store.buffers.victims(wanted)]
-    store.unhold(held)
+    engine.parts.runner.unhold(held)
     assert held not in victims and used not in victims

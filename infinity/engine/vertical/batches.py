@@ -177,9 +177,9 @@ class BatchTrainer:
     def _backward(self, forwards: list[Forward], losses: list[torch.Tensor], held: HeldGradients) -> None:
         parts = self._engine.parts
         assert parts.training is not None
-        collector, step = parts.training.collector, parts.training.step
+        runner, step = parts.training.runner, parts.schedule.step
         scaled = self._together.scaled(losses)
-        with self._together.backwards(), collector.in_pieces(held), ExitStack() as piece:
+        with self._together.backwards(), runner.in_pieces(held), ExitStack() as piece:
 
             def begin(micro_batch: int, number: int) -> None:
                 held.begin(micro_batch, number)

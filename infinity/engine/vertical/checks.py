@@ -13,9 +13,9 @@ from torch.nn.modules import module as torch_module
 
 from infinity.engine.parts import EngineParts
 from infinity.errors import UsageError
+from infinity.model.topmost import topmost_hooks
 from infinity.tiers.device import Device
 from infinity.units.compiled import is_compiled
-from infinity.units.topmost import topmost_hooks
 
 
 def blocks_of(model: nn.Module, blocks: Iterable[nn.Module]) -> tuple[nn.Module, ...]:

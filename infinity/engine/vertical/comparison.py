@@ -30,7 +30,7 @@ class Outcome:
         """Collective, since gradients are read whole."""
         found = {f"the loss of micro-batch {number}": _digest(loss) for number, loss in enumerate(losses)}
         assert parts.training is not None
-        parts.training.collector.send_all()
+        parts.training.runner.send_all()
         gradients = parts.training.gradients
         gradients.settle()
         for unit in (parts.units[index] for index in sorted(gradients.units)):

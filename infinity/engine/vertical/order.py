@@ -39,7 +39,7 @@ class Forward:
         self._batch = batch
         self._loss_of = loss_of
         self._as_caller = parts.device.like_this_thread()
-        self._scope = parts.store.scope
+        self._scope = parts.runner.scope
         self._coroutine = Coroutine(self._run)
 
     def _run(self) -> None:

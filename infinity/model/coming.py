@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils._pytree import tree_iter
 
-from infinity.units.backward import BackwardTracker
+from infinity.model.backward import BackwardTracker
 from infinity.units.modes import outside_modes
 from infinity.units.unit import Unit
 

@@ -16,12 +16,12 @@ from torch.utils._pytree import tree_map_only
 
 from infinity.comm.dtensor import unwrapped
 from infinity.errors import UsageError
+from infinity.model.coming import ComingGradients
+from infinity.model.copies import StateCopies
 from infinity.units import binding, residents
-from infinity.units.coming import ComingGradients
 from infinity.units.compiled import breaks_graphs, eager, exchange_callback, runs_as_it_is, wraps
-from infinity.units.copies import StateCopies
 from infinity.units.modes import is_refused_derivative, refused_derivative, transformed
-from infinity.units.store import UnitStore
+from infinity.units.residents import Fetcher
 from infinity.units.unit import Residency, Unit
 
 _REGISTER = nn.Module.register_parameter.__code__
@@ -35,16 +35,17 @@ class UnitParameters(dict[str, Any]):
     """
 
     def __init__(
-        self, parameters: dict[str, Any], store: UnitStore, coming: ComingGradients, replaced: Counter[int]
+        self, parameters: dict[str, Any], fetcher: Fetcher, coming: ComingGradients, replaced: Counter[int]
     ) -> None:
         super().__init__(parameters)
         owners = ((name, residents.owner_of(parameter)) for name, parameter in parameters.items())
         self._units = {name: owner.unit for name, owner in owners if owner is not None}
         self._managed = {name: parameters[name] for name in self._units}
-        self._store = store
+        self._fetcher = fetcher
+        self._trace = fetcher.schedule.trace
         self._use = eager(self._fetch)
         self._coming = coming
-        self._scope = store.scope
+        self._scope = fetcher.scope
         self._replaced = replaced
 
     @runs_as_it_is
@@ -58,14 +59,14 @@ class UnitParameters(dict[str, Any]):
         unit = self._units.get(name)
         if unit is None or parameter is not self._managed[name]:
             return parameter
-        if unit.residency is not Residency.RESIDENT or self._store.tracer.last != unit.index:
+        if unit.residency is not Residency.RESIDENT or self._trace.last != unit.index:
             self._use(unit)
         if not unit.layout.trainable and parameter.requires_grad:
             unit.check_frozen()  # the module's forward may never be called, as with a ParameterDict
         return parameter
 
     def _fetch(self, unit: Unit) -> None:
-        self._store.use(unit)
+        self._fetcher.use(unit)
         if not unit.pin_count:
             self._coming.ran(unit)
 
@@ -125,7 +126,7 @@ class ModelHooks:
         self,
         model: nn.Module,
         units_of_module: dict[nn.Module, list[Unit]],
-        store: UnitStore,
+        fetcher: Fetcher,
         coming: ComingGradients,
         on_forward: Callable[[object], None],
         on_entry: Callable[[], None],
@@ -133,9 +134,9 @@ class ModelHooks:
     ) -> None:
         self._model = model
         self._around = around
-        self._store = store
+        self._fetcher = fetcher
         self._coming = coming
-        self._scope = store.scope
+        self._scope = fetcher.scope
         self._on_forward = on_forward
         self._on_entry = on_entry
         self._replaced: Counter[int] = Counter()
@@ -150,7 +151,7 @@ class ModelHooks:
         self._handles: list[Any] = []
         self._wrapped = [module for module in model.modules() if module._parameters]
         for module in self._wrapped:
-            parameters = UnitParameters(module._parameters, store, coming, self._replaced)
+            parameters = UnitParameters(module._parameters, fetcher, coming, self._replaced)
             self._members.update(unit.index for unit in parameters._units.values())
             module.__dict__["_parameters"] = parameters
             put = functools.partial(self._copies.put)  # a partial accepts the attributes that torch sets on a hook
@@ -222,7 +223,7 @@ class ModelHooks:
         Forward hooks do not suffice: if another pre-hook raises first, PyTorch skips this module's pre-hook but still
         calls its hook after the forward.
         """
-        call, scope, store, coming = module.forward, self._scope, self._store, self._coming
+        call, scope, fetcher, coming = module.forward, self._scope, self._fetcher, self._coming
         is_root = module is self._model
         around = self._around if is_root else None
         inner = call if around is None else around(call)
@@ -244,7 +245,7 @@ class ModelHooks:
                     coming.begin_forward((args, kwargs))
                 for unit in units:
                     if not self._replaced or self._replaced[unit.index] < self._members[unit.index]:
-                        store.hold(unit)
+                        fetcher.hold(unit)
                         held.append(unit)
                         coming.ran(unit)
                 run: Any = inner
@@ -264,14 +265,14 @@ class ModelHooks:
                 return _own_outputs(output)
             finally:
                 for unit in held:
-                    store.unhold(unit)
+                    fetcher.unhold(unit)
                 if installed is not None:
                     if is_root and scope.depth == 1:
                         coming.end_forward()
                         if not torch.is_grad_enabled():
                             # Uses before the next forward are a cycle of their own: `generate` calls an encoder
                             # directly.
-                            store.tracer.begin("outside")
+                            fetcher.schedule.trace.begin("outside")
                     scope.leave(installed)
                 exchange_callback(compiling)
 

@@ -8,28 +8,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from infinity.errors import UsageError
-from infinity.units import released
-from infinity.units.backward import works_for
-from infinity.units.saved import SavedTensors
-
-if TYPE_CHECKING:
-    from infinity.units.unit import Unit
+from infinity.model.backward import works_for
+from infinity.model.saved import SavedTensors
+from infinity.units import binding
 
 
 class Scope:
     """The scope of one engine. Any thread may enter it, one at a time. saved: the hooks to install in it."""
 
-    def __init__(self, saved: SavedTensors) -> None:
+    def __init__(self, saved: SavedTensors, resident: binding.ResidentUnits) -> None:
         self.depth = 0
         """Number of scopes entered and not left; scopes nest."""
-        self.resident: dict[int, Unit] = {}
-        """index → unit, for units whose parameters view their buffer."""
         self.saved = saved
+        self._resident = resident
         self._thread = 0
         self._autocast_cache = True
 
@@ -44,8 +39,7 @@ class Scope:
                 on_first()
             self._thread = thread
             self._autocast_cache = torch.is_autocast_cache_enabled()
-            for unit in self.resident.values():
-                released.restore(unit.parameters)
+            self._resident.open()
         elif thread != self._thread and not works_for(self._thread):
             raise UsageError(
                 "the model is running in another thread: an engine's model, backward and step run in any thread, but "
@@ -69,18 +63,8 @@ class Scope:
             self.saved.uninstall()
         if self.depth == 0:
             torch.set_autocast_cache_enabled(self._autocast_cache)
-            for unit in self.resident.values():
-                released.release(unit.parameters)
+            self._resident.close()
 
     def hand_over(self) -> None:
         """Let the calling thread use an open scope in place of the one that does. That one has to wait meanwhile."""
         self._thread = threading.get_ident()
-
-    def add(self, unit: Unit) -> None:
-        """Register `unit`, whose parameters view its buffer now, as resident."""
-        self.resident[unit.index] = unit
-        if self.depth == 0:
-            released.release(unit.parameters)
-
-    def remove(self, unit: Unit) -> None:
-        self.resident.pop(unit.index, None)

@@ -23,12 +23,12 @@ from infinity.activations.store import ActivationStore, SavedActivation
 from infinity.activations.stored import Alias
 from infinity.comm.dtensor import is_distributed, is_plain, local, of_spec, spec_of
 from infinity.errors import LifetimeError
+from infinity.model.topmost import topmost_hooks
 from infinity.units import binding, residents
 from infinity.units.compiled import eager
 from infinity.units.modes import outside_modes
 from infinity.units.released import own_type, version_of
 from infinity.units.residents import Fetcher, Owner
-from infinity.units.topmost import topmost_hooks
 from infinity.units.unit import placeholder
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class _Reference:
         "assigned",
         "conj",
         "dtype",
+        "fetcher",
         "generation",
         "kind",
         "neg",
@@ -62,7 +63,6 @@ class _Reference:
         "size",
         "slot",
         "spec",
-        "store",
         "stride",
         "token",
         "unit",
@@ -76,7 +76,7 @@ class _Reference:
     kind: type | None
     """The user's own subclass of Parameter; None for nn.Parameter."""
 
-    def __init__(self, saved: torch.Tensor, unit: Unit, store: Fetcher) -> None:
+    def __init__(self, saved: torch.Tensor, unit: Unit, fetcher: Fetcher) -> None:
         tensor = local(saved)
         self.dtype = tensor.dtype
         self.offset = tensor.storage_offset()
@@ -88,13 +88,13 @@ class _Reference:
         self.spec = spec_of(saved)
         self.kind = None
         self.slot = unit.layout.slot_at(self.offset * tensor.element_size() // unit.layout.dtype.itemsize)
-        self._of(unit, store, version_of(unit.parameters[self.slot]))
+        self._of(unit, fetcher, version_of(unit.parameters[self.slot]))
         self.assigned = unit.assignments[self.slot]
 
     @classmethod
     def to_parameter(cls, parameter: torch.Tensor, owner: Owner) -> _Reference:
         """Return a reference to a parameter itself, for any type and any residency of its unit."""
-        unit, store, slot = owner
+        unit, fetcher, slot = owner
         made = cls.__new__(cls)
         place = unit.layout.slots[slot]
         made.dtype, made.offset, made.size = unit.layout.dtype, place.offset, torch.Size(place.shape)
@@ -104,12 +104,12 @@ class _Reference:
         made.spec = spec_of(parameter)
         kind = own_type(parameter)
         made.kind = None if kind is nn.Parameter or made.spec is not None else kind
-        made._of(unit, store, version_of(unit.parameters[slot]))
+        made._of(unit, fetcher, version_of(unit.parameters[slot]))
         return made
 
-    def _of(self, unit: Unit, store: Fetcher, version: int | None) -> None:
+    def _of(self, unit: Unit, fetcher: Fetcher, version: int | None) -> None:
         self.unit = unit
-        self.store = store
+        self.fetcher = fetcher
         self.generation = unit.generation
         self.assigned = None
         self.version = version
@@ -124,7 +124,7 @@ class _Reference:
                 f"backward needs the parameters of unit {unit.name} as they were before they were updated. Set "
                 'infinity.update to "next_forward", or finish every backward of a step before engine.step().'
             )
-        self.store.use(unit)
+        self.fetcher.use(unit)
         parameter = unit.parameters[self.slot]
         if self.version is not None and (version := version_of(parameter)) != self.version:
             raise LifetimeError(
@@ -139,7 +139,7 @@ class _Reference:
                 "values of before: assign before forward or after backward."
             )
         if assigned != unit.assignments[self.slot]:
-            binding.adopt_assigned(unit, self.store.recorder)
+            binding.adopt_assigned(unit, self.fetcher.recorder)
         assert unit.lease is not None
         with outside_modes():
             whole = unit.lease.flat(unit.layout.dtype)

@@ -1,0 +1,155 @@
+"""The schedule: decides what happens to units, and when. Pure: it moves no bytes, and knows units by their index.
+
+Events come in: a unit is used, a gradient arrives, a backward begins or ends, a step ends. Decisions come out: which
+units to fetch ahead, which buffer to take, which gradients to reduce, and when to update a unit. `Runner`
+(`infinity.engine.runner`) reports the events and carries the decisions out; a simulation does the same.
+
+Several ranks have to decide alike, since a fetch and a reduction are collectives. So with several ranks a decision
+follows from the trace and the plan alone, and never from timing or from references, in which ranks differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from enum import Enum
+
+from infinity.schedule.arrivals import Arrivals
+from infinity.schedule.step import Step
+from infinity.schedule.trace import Tracer
+
+
+class Update(Enum):
+    """When a unit whose gradient is complete is updated."""
+
+    NOW = "during backward: the rest of the step needs neither its parameters nor a norm over all gradients"
+    AT_STEP = "by engine.step(), which starts it, or leaves it to the next use of the unit"
+
+
+class Schedule:
+    """Decisions for the units of one engine."""
+
+    def __init__(
+        self,
+        nbytes: Sequence[int],
+        sizes: Sequence[int],
+        step: Step,
+        *,
+        prefetch_bytes: int,
+        alone: bool,
+        sums_whole: bool = False,
+        in_forward: Collection[int] = (),
+    ) -> None:
+        """nbytes: bytes of each unit. sizes: bytes of the buffer of each unit. prefetch_bytes: of units to fetch ahead.
+        alone: there is one rank. sums_whole: gradients are summed over micro-batches before they are reduced.
+        in_forward: units that are not updated during backward.
+        """
+        self.step = step
+        self.trace = Tracer()
+        self.arrivals = Arrivals()
+        self.alone = alone
+        self.prefetch_bytes = prefetch_bytes
+        self._nbytes = nbytes
+        self._sizes = sizes
+        self._sums_whole = sums_whole
+        self._in_forward = frozenset(in_forward)
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    def used(self, unit: int) -> bool:
+        """A unit is used. Returns False if it was the last one used, so that nothing else changes."""
+        return self.trace.touch(unit)
+
+    def ahead(self) -> Iterator[int]:
+        """Yield the units to have on the device, nearest first: the next ones of `prefetch_bytes` together.
+
+        Nothing without a trace. The caller may start fetches in between.
+        """
+        left = self.prefetch_bytes
+        for unit in self.trace.upcoming():
+            left -= self._nbytes[unit]
+            if left < 0:
+                return
+            yield unit
+
+    def victims(self, unit: int, evictable: Iterable[int]) -> list[tuple[float, int]]:
+        """Return (distance of next use, unit) for those of `evictable` whose buffer `unit` could take.
+
+        The one needed furthest in future comes first (Belady 1966), or the least recently used without a trace. The
+        unit in use is left out. [Note: why eviction follows Belady]
+        """
+        size, last, next_use = self._sizes[unit], self.trace.last, self.trace.next_use
+        found = [(next_use(each), each) for each in evictable if self._sizes[each] == size and each != last]
+        found.sort(reverse=True)
+        return found
+
+    def leaves_first(self, unit: int, buffers: int) -> bool:
+        """Return whether the unit's buffer is taken by others before the unit is used again.
+
+        buffers: number of buffers of the unit's size. False without a trace. Each unit of that size that is used
+        before counts once.
+        """
+        size = self._sizes[unit]
+        for other in self.trace.order():
+            if other == unit or not buffers:
+                break
+            buffers -= self._sizes[other] == size
+        else:
+            return False
+        return not buffers
+
+    # -- gradients ---------------------------------------------------------------------------------------------------
+
+    @property
+    def reduces(self) -> bool:
+        """Return whether gradients are reduced in the running backward, instead of summed whole until the last one.
+
+        In pieces (`Step.in_pieces`) a unit's next gradients follow at once, so on one rank they are added where they
+        are collected.
+        """
+        if self.step.is_last_micro_step:
+            return True
+        return not self._sums_whole and not (self.step.is_in_pieces and self.alone)
+
+    def gradient(self, unit: int, parameters: int) -> bool:
+        """A gradient of `unit` was collected. Returns whether it may be the last one in this backward, which the graph
+        then shows. parameters: number of the unit's. Always False on several ranks: see `passing`.
+        """
+        return self.reduces and self.alone and self.arrivals.may_be_complete(unit, parameters)
+
+    def passing(self, collecting: Collection[int], to: int) -> list[int]:
+        """Unit `to` is used: return those of `collecting` whose gradients several ranks reduce now (`Arrivals`)."""
+        if self.alone or not self.arrivals.any:
+            return []
+        passed = list(self.arrivals.passing(collecting, to, self.trace.passed))
+        return passed if self.reduces else []
+
+    # -- updates -----------------------------------------------------------------------------------------------------
+
+    def update(self, unit: int, *, is_held: bool, is_viewed: Callable[[], bool]) -> Update:
+        """The last gradient of `unit` in this step was reduced: return when to update the unit.
+
+        is_held: the step may read the unit's parameters again, as far as is known: its buffer is not filled, or
+        autograd saved some. is_viewed: returns whether something else views them, and may wait for that.
+        """
+        if not self.step.updates_early or unit in self._in_forward or is_held:
+            return Update.AT_STEP
+        if not self.alone:
+            # The number of uses of a unit, and its views, may differ between ranks (experts); the order of units may
+            # not. Views keep the former values (`UnitStore.place`).
+            return Update.NOW if self.trace.passed(unit) else Update.AT_STEP
+        return Update.NOW if self.trace.finished_with(unit) and not is_viewed() else Update.AT_STEP
+
+    def first_updates(self, released: Callable[[int], bool]) -> Iterator[int]:
+        """Yield the units that `engine.step()` updates first: those that the trace uses first.
+
+        They keep or have got their buffers by then. Nothing while the backward needs another fetch, which comes first,
+        and without a trace. released: unit → True if its parameters are not on the device.
+        """
+        if not self.trace.follows:
+            return
+        for unit in self.trace.upcoming():
+            if self.trace.passed(unit):
+                break
+            if released(unit):
+                return
+        yield from self.trace.by_first_use()
