@@ -140,7 +140,7 @@ def test_through_a_view_while_the_unit_is_written_anew(
 ) -> None:
     """Both cannot count, so it is an error; without the edit the view follows."""
     engine = make_engine(seeded(Net), **NVME)
-    monkeypatch.setattr(engine.parts.store, "refresh_viewed", lambda: None)  # the view shows old values meanwhile
+    monkeypatch.setattr(engine.parts.runner, "refresh_viewed", lambda: None)  # the view shows old values meanwhile
     weight = engine.module.layers[1].weight
     view = weight.data
 
@@ -174,7 +174,7 @@ def test_what_a_failed_read_leaves_under_a_view_is_not_used(
 ) -> None:
     """The buffer that the view refers to holds none of the unit's values then."""
     engine = make_engine(seeded(Net), **NVME)
-    monkeypatch.setattr(engine.parts.store, "refresh_viewed", lambda: None)  # the next use reads the new values
+    monkeypatch.setattr(engine.parts.runner, "refresh_viewed", lambda: None)  # the next use reads the new values
     weight = engine.module.layers[1].weight
     view = weight.data
     with torch.no_grad():
