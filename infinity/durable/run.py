@@ -88,6 +88,10 @@ class DurableRun:
         """Return whether `folder` is that of this run."""
         return self.path.resolve() == folder.resolve()
 
+    def note_loaded(self) -> None:
+        """Record that the present states go on from the last commit."""
+        self.is_loaded = True
+
     @property
     def may_commit(self) -> bool:
         """False if a commit would replace one that was not loaded."""

@@ -136,7 +136,7 @@ class BaseEngine(ABC):
 
     def ignore_moves(self) -> None:
         """Leave parameters in their tiers, without an error, when a script moves the model to another device."""
-        self._hooks.ignores_moves = True
+        self._hooks.ignore_moves()
 
     # -- reports -----------------------------------------------------------------------------------------------------
 

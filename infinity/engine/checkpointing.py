@@ -207,7 +207,7 @@ class CheckpointingEngine(BaseEngine):
         self._restore(record.progress, optimizer=True, scheduler=scheduler)
         if load_rng:
             restore_generators(record, durable.run.path, self.parts.device.torch_device)
-        durable.run.is_loaded = True
+        durable.run.note_loaded()
         return client_state_of(record, durable.run.path)
 
     def _run_state(self) -> Run:

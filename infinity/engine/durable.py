@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableTier
 from infinity.tiers.slab import SlabTier
-from infinity.tiers.transfer import DONE, Transfer
+from infinity.tiers.transfer import Transfer
 
 
 class DurableSteps:
@@ -47,9 +47,9 @@ class DurableSteps:
         runner: TrainingRunner,
         ranks: Communicator,
         device: Device,
-        refused: Callable[[], bool],
+        refused: Collection[str],
     ) -> None:
-        """run: the held folder. refused: as of `Commits`."""
+        """run: the held folder. refused: units whose update was skipped, which stops the commits."""
         assert plan.io is not None and plan.io.durable is not None
         tier = tiers[TierKind.NVME]
         assert isinstance(tier, DurableTier)
@@ -60,7 +60,9 @@ class DurableSteps:
         self._runner, self._store = runner, runner.store
         runner.store.commit_steps()
         self._device = device
-        self._commits = Commits(run, tier, self._memory, self._extents, SideChannel(ranks), device, refused)
+        self._commits = Commits(
+            run, tier, self._memory, self._extents, SideChannel(ranks), device, lambda: bool(refused)
+        )
         self._generations = [0] * len(runner.store.units)
         """That of each unit at the last commit; another number means that an update was started since."""
         self._kept: list[Callable[[int], Transfer]] = []
@@ -197,7 +199,7 @@ class DurableSteps:
         No-op if they would replace a commit of this run that was not loaded, which the next step refuses.
         """
         if self.run.holds(source):
-            self.run.is_loaded = True
+            self.run.note_loaded()
         if self.run.may_commit:
             self.commit(progress, model, client_state)
             self.wait()
@@ -222,8 +224,8 @@ class DurableSteps:
             tier.take_written()
         self._commits.note_writes()
         for unit, steps in zip(self._store.units, record.unit_steps, strict=True):
-            unit.steps = list(steps)
-            unit.snapshot_read = DONE
+            unit.restore_steps(steps)
+            unit.forget_saves()
             self._store.rewritten(unit)
         for buffer, value in buffers:
             buffer.copy_(value)

@@ -105,6 +105,10 @@ class EngineParts:
     most_gathered: int = 0
     """Most bytes of a block of `GatheredParameters` beside the plan's buffers so far."""
 
+    def note_gathered(self, nbytes: int) -> None:
+        """Record the bytes of a block of `GatheredParameters` that exceeds those before."""
+        self.most_gathered = nbytes
+
     @property
     def units(self) -> list[Unit]:
         return self.store.units

@@ -87,6 +87,10 @@ class StepReports:
         """Return the step's losses if all its `backwards` were calls of `engine.backward`, else nothing."""
         return self.losses if len(self.losses) == backwards else []
 
+    def note_losses(self, losses: list[tuple[torch.Tensor, int]]) -> None:
+        """Record losses of micro-batches, each with its divisor."""
+        self.losses += losses
+
     def forget_losses(self) -> None:
         """Begin another step."""
         self.losses = []

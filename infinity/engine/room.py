@@ -71,7 +71,7 @@ def _log(engine: BaseEngine, needed: int, count: int, units: int) -> None:
     """Log the cost of a block, once for each that is larger than those before."""
     if needed <= engine.parts.most_gathered:
         return
-    engine.parts.most_gathered = needed
+    engine.parts.note_gathered(needed)
     if engine.ranks.is_main_rank:
         logger.warning(
             "GatheredParameters holds %d units at once, for which the plan has too few buffers: %d more take %s bytes "

@@ -107,7 +107,7 @@ class TierStates:
         flats["master"] = states.read_shards(layout)["master"]
         unit.snapshot_read.wait()  # a background save may still read the present states
         states.write(layout, flats)
-        unit.steps = steps
+        unit.restore_steps(steps)
 
     def _checked(
         self, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]

@@ -242,7 +242,7 @@ class TrainingEngine(CheckpointingEngine):
             self._check_loss((bad or losses)[0], *self.ranks.totals(float(bool(bad)), refused))
         self._loss = losses[-1].detach()
         if self.monitor.enabled:
-            self._reports.losses += [(loss.detach(), len(losses)) for loss in losses]
+            self._reports.note_losses([(loss.detach(), len(losses)) for loss in losses])
         return [self.scale(loss) for loss in losses]
 
     def _drop_failed_step(self) -> None:
@@ -372,7 +372,7 @@ class TrainingEngine(CheckpointingEngine):
             )
         if not is_boundary:
             self._check_accumulates("engine.set_gradient_accumulation_boundary(False)")
-        self._step.boundary = bool(is_boundary)
+        self._step.set_boundary(bool(is_boundary))
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the present micro-batch is the last of its step, so that its `step()` updates."""
@@ -409,7 +409,7 @@ class TrainingEngine(CheckpointingEngine):
             self.updates.durable.check_begun()
         self._check_scaled()
         parts = self.parts
-        self.updates.runner.hypers = self._step_hypers()
+        self.updates.runner.use_hypers(self._step_hypers())
         self._send_all()
         self._first_batches.compare()
         if self._make_due():

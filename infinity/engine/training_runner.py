@@ -247,6 +247,10 @@ class TrainingRunner(Runner):
         """A backward begins. hypers: of its updates. finds_edits: code in it may edit parameters."""
         if finds_edits:
             self.store.begin_backward()
+        self.use_hypers(hypers)
+
+    def use_hypers(self, hypers: Sequence[Hyper]) -> None:
+        """Set the hyper-parameters of the updates that are created next, one entry per param_group."""
         self.hypers = hypers
 
     @uninterrupted()

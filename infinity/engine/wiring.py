@@ -155,14 +155,19 @@ def assemble(
         in_order = planned.units.in_order(plan.units)
         units = platform.stream_in(model, in_order, plan.units, states, ranks, device.torch_device)
         backward = BackwardTracker(on_backward_begin, on_backward_end)
-        parts = wire(
-            plan, units, planned.units.needed, tiers, activations, states, device, ranks, backward, platform.kernels
+        return wire(
+            plan,
+            units,
+            planned.units.needed,
+            tiers,
+            activations,
+            states,
+            device,
+            ranks,
+            backward,
+            platform.kernels,
+            run,
         )
-        if run is not None and (training := parts.training) is not None:
-            refused = training.pipeline.refused
-            steps = DurableSteps(run, plan, tiers, training.runner, ranks, device, lambda: bool(refused))
-            training.durable = steps
-        return parts
     except BaseException:
         with ExitStack() as closing:  # in reverse order
             if run is not None:
@@ -182,6 +187,7 @@ def wire(
     ranks: Communicator,
     backward: BackwardTracker,
     kernels: Kernels,
+    run: DurableRun | None,
 ) -> EngineParts:
     """Connect the parts of an engine by their constructors. needed: indices of the units of each module."""
     pools = Pools(plan.own_pools, device, tiers.values(), debug=plan.debug)
@@ -221,6 +227,7 @@ def wire(
             gradients=gradients,
             pipeline=pipeline,
             profiler=Profiler(device.recorder),
+            durable=None if run is None else DurableSteps(run, plan, tiers, runner, ranks, device, pipeline.refused),
             passing=next((tier for tier in grad_tiers.values() if isinstance(tier, PassingTier | PassingSpace)), None),
         )
     return EngineParts(

@@ -14,7 +14,7 @@ from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.pool import Lease, Pool
-from infinity.tiers.transfer import Transfer
+from infinity.tiers.transfer import Transfer, issued
 from infinity.units.unit import Unit
 from infinity.update.kernels import NATIVE, Kernels
 
@@ -91,6 +91,18 @@ class Sent:
         with contextlib.suppress(Exception):
             self.reduced.wait()
         self.release()
+
+    def await_issue(self) -> None:
+        """Wait until the reduction is issued, and raise its error. `present` holds the slots of all ranks then."""
+        self.reduced = issued(self.reduced)
+
+    def keep_shard(self, shard: torch.Tensor) -> None:
+        """Keep this rank's shard, of the gradient that was reduced."""
+        self.flat = shard
+
+    def forget(self) -> None:
+        """Refer to the gradient no more. Something else has its lease."""
+        del self.flat
 
     def move(self, lease: Lease, flat: torch.Tensor) -> None:
         """Release the present buffer; continue in `flat`, a view of `lease`."""

@@ -59,7 +59,7 @@ class Landing:
             self._in_extent[sent.unit.index] = gradient
         elif add:
             tier, extent = self._places.tier_of(sent.unit), self._places.extent_of(sent.unit)
-            gradient.on_release = partial(tier.discard, extent)  # later than the device's read of the stored part
+            gradient.call_on_release(partial(tier.discard, extent))  # later than the device's read of the stored part
         return gradient
 
     def store(self, sent: Sent, *, add: bool) -> tuple[Gradient, Transfer]:
@@ -96,7 +96,7 @@ class Landing:
     def _arrive(self, sent: Sent, *, add: bool, stays: bool) -> tuple[Gradient, bool]:
         """Return the gradient, and whether it is in its extent. stays: it has to be stored in its extent."""
         try:
-            sent.flat = self._ranks.shard(sent.flat)
+            sent.keep_shard(self._ranks.shard(sent.flat))
             self._await_extent(sent.unit)
             stored = None
             if stays or add or self._places.dtypes_of(sent.unit).stored != sent.flat.dtype:
@@ -112,7 +112,7 @@ class Landing:
             sent.lease.release()
             raise
         finally:
-            del sent.flat
+            sent.forget()
 
     def _await_extent(self, unit: Unit) -> None:
         """Wait until nothing uses the unit's extent."""

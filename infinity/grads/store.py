@@ -22,7 +22,7 @@ from infinity.grads.squares import Squares
 from infinity.plan.placement import State
 from infinity.sums import sum_in_order
 from infinity.tiers.memory import host_tensor
-from infinity.tiers.transfer import Transfer, issued
+from infinity.tiers.transfer import Transfer
 from infinity.units.unit import Unit
 from infinity.update.job import INLINE, Gradient
 from infinity.update.kernels import squared_norm
@@ -147,7 +147,7 @@ class GradStore:
 
     def _reduce(self, sent: Sent, slots: dict[int, set[int]]) -> None:
         try:
-            sent.reduced = issued(sent.reduced)
+            sent.await_issue()
         except BaseException:
             sent.release()
             raise

@@ -30,6 +30,10 @@ class _InTask:
     coming: set[int] | None = None
     """Slots whose gradient has not arrived and is in the task's graph; None: the graph was not queried."""
 
+    def expect(self, slots: set[int]) -> None:
+        """Record the slots whose gradient the graph has."""
+        self.coming = slots
+
 
 class ComingGradients:
     """The gradients of one engine's units that the running backward still delivers."""
@@ -135,7 +139,7 @@ class ComingGradients:
     def _ask(self, unit: Unit, gradients: _InTask) -> None:
         """Query the graph of the present task, which is that of `gradients`, for the gradients that will arrive."""
         if gradients.coming is None:
-            gradients.coming = _in_graph(unit, gradients.arrived)
+            gradients.expect(_in_graph(unit, gradients.arrived))
 
 
 def _in_graph(unit: Unit, arrived: Collection[int] = ()) -> set[int]:

@@ -180,6 +180,10 @@ class ModelHooks:
             module.__dict__.pop("_apply", None)
             module.__dict__.pop("__prepare_scriptable__", None)
 
+    def ignore_moves(self) -> None:
+        """Leave parameters where they are from now on when the model is moved to another device, without an error."""
+        self.ignores_moves = True
+
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Permit `load_state_dict` of the model and its parts, whose copies into parameters fetch unit after unit."""

@@ -64,7 +64,7 @@ class Remote:
             if func in _CONVERSIONS and args[0] is remote:
                 return _converted(remote, func, args[1:], kwargs)
             if func == _tensor.data.__set__ and isinstance(args[1], Remote):
-                remote._digest = args[1]._digest
+                _as_remote(remote, remote._label, args[1]._digest)
                 return func(*args)
             if func in (torch.equal, torch.Tensor.equal) and all(isinstance(each, Remote) for each in args):
                 return _equal(*args)

@@ -48,6 +48,29 @@ def _is_checkpointing(hooks: tuple[_Pack, _Unpack] | None) -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
 
 
+class _View(NamedTuple):
+    """How a tensor views the memory of a unit."""
+
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    conj: bool
+    neg: bool
+    """Lazy bits of the view, which its memory does not contain."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _View:
+        return cls(
+            tensor.dtype,
+            int(tensor.storage_offset()),
+            tensor.size(),
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+
 class _Reference:
     """Reference to a tensor in a unit's buffer that autograd saved. The unit counts live references."""
 
@@ -76,45 +99,38 @@ class _Reference:
     kind: type | None
     """The user's own subclass of Parameter; None for nn.Parameter."""
 
-    def __init__(self, saved: torch.Tensor, unit: Unit, fetcher: Fetcher) -> None:
-        tensor = local(saved)
-        self.dtype = tensor.dtype
-        self.offset = tensor.storage_offset()
-        self.size = tensor.size()
-        self.stride = tensor.stride()
-        # Lazy bits of the view, which its memory does not contain.
-        self.conj = tensor.is_conj()
-        self.neg = tensor.is_neg()
+    def __init__(self, saved: torch.Tensor, owner: Owner, view: _View, kind: type | None, assigned: int | None) -> None:
+        """owner: the parameter that `saved` is, or views. kind, assigned: see above."""
+        unit, self.fetcher, self.slot = owner
+        self.unit = unit
+        self.dtype, self.offset, self.size, self.stride, self.conj, self.neg = view
         self.spec = spec_of(saved)
-        self.kind = None
-        self.slot = unit.layout.slot_at(self.offset * tensor.element_size() // unit.layout.dtype.itemsize)
-        self._of(unit, fetcher, version_of(unit.parameters[self.slot]))
-        self.assigned = unit.assignments[self.slot]
+        self.kind = None if self.spec is not None else kind
+        self.generation = unit.generation
+        self.assigned = assigned
+        self.version: int | None = version_of(unit.parameters[self.slot])
+        """Version of the parameter when it was saved; None: backward may use values edited later."""
+        self.token = unit.token
+
+    @classmethod
+    def to_view(cls, saved: torch.Tensor, unit: Unit, fetcher: Fetcher) -> _Reference:
+        """Return a reference to a tensor that views a unit's buffer."""
+        view = _View.of(local(saved))
+        slot = unit.layout.slot_at(view.offset * view.dtype.itemsize // unit.layout.dtype.itemsize)
+        return cls(saved, Owner(unit, fetcher, slot), view, None, unit.assignments[slot])
 
     @classmethod
     def to_parameter(cls, parameter: torch.Tensor, owner: Owner) -> _Reference:
         """Return a reference to a parameter itself, for any type and any residency of its unit."""
-        unit, fetcher, slot = owner
-        made = cls.__new__(cls)
-        place = unit.layout.slots[slot]
-        made.dtype, made.offset, made.size = unit.layout.dtype, place.offset, torch.Size(place.shape)
-        made.stride = unit.strides[slot]
-        made.conj = made.neg = False
-        made.slot = slot
-        made.spec = spec_of(parameter)
+        layout, slot = owner.unit.layout, owner.slot
+        place, stride = layout.slots[slot], owner.unit.strides[slot]
         kind = own_type(parameter)
-        made.kind = None if kind is nn.Parameter or made.spec is not None else kind
-        made._of(unit, fetcher, version_of(unit.parameters[slot]))
-        return made
+        view = _View(layout.dtype, place.offset, torch.Size(place.shape), stride, conj=False, neg=False)
+        return cls(parameter, owner, view, None if kind is nn.Parameter else kind, None)
 
-    def _of(self, unit: Unit, fetcher: Fetcher, version: int | None) -> None:
-        self.unit = unit
-        self.fetcher = fetcher
-        self.generation = unit.generation
-        self.assigned = None
-        self.version = version
-        """Version of the parameter when it was saved; None: backward may use values edited later."""
-        self.token = unit.token
+    def allow_edits(self) -> None:
+        """Let backward use values of the parameter that are edited later."""
+        self.version = None
 
     def view(self) -> torch.Tensor:
         """Fetch the unit and return the tensor as a view of its present buffer. Raises LifetimeError if it changed."""
@@ -270,7 +286,7 @@ def _reference(tensor: torch.Tensor) -> _Reference | None:
     if not (is_plain(tensor) or is_distributed(tensor)):
         return None  # a subclass may carry more than its memory
     found = residents.behind(tensor)
-    return None if found is None else _Reference(tensor, *found)
+    return None if found is None else _Reference.to_view(tensor, *found)
 
 
 def _is_lossless(pack: _Pack, unpack: _Unpack, tensor: torch.Tensor) -> bool:
@@ -305,7 +321,7 @@ def _packing_over(pack: _Pack, unpack: _Unpack) -> _Pack:
             return _Passed(unpack, pack(tensor))
         if not recomputed:
             return reference if _is_lossless(pack, unpack, tensor) else _Passed(unpack, pack(tensor), reference.token)
-        reference.version = None
+        reference.allow_edits()
         with outside_modes():
             stand_in = placeholder(tuple(tensor.shape), tensor.dtype, tensor.device).detach()
         setattr(stand_in, _STANDS_FOR, reference)

@@ -221,6 +221,10 @@ class Step:
         if self.counts_calls:
             self._passed = self.accumulation - 1
 
+    def set_boundary(self, is_boundary: bool) -> None:
+        """Record whether each backward from now on is the last of its step."""
+        self.boundary = is_boundary
+
     def note_scaled(self) -> None:
         """Record that the running backward passes through a loss that was multiplied by the loss scale."""
         self.is_scaled = True

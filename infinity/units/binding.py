@@ -21,11 +21,10 @@ def bind(unit: Unit) -> None:
     released.restore(unit.parameters)
     for parameter, place in zip(unit.parameters, unit.places, strict=True):
         set_local(parameter, flat.as_strided(*place))
-    unit.bound = len(unit.parameters)
     start, itemsize = flat.data_ptr(), flat.itemsize
-    unit.views = [
-        (start + offset * itemsize if prod(shape) else 0, shape, stride) for shape, stride, offset in unit.places
-    ]
+    unit.bind(
+        [(start + offset * itemsize if prod(shape) else 0, shape, stride) for shape, stride, offset in unit.places]
+    )
 
 
 def unbind(unit: Unit) -> None:
@@ -33,7 +32,7 @@ def unbind(unit: Unit) -> None:
     released.restore(unit.parameters)
     for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
         set_local(parameter, placeholder(slot.shape, unit.layout.dtype, unit.device))
-    unit.bound = 0
+    unit.bind([])
     released.release(unit.parameters)
 
 

@@ -41,15 +41,13 @@ class UnitBuffers:
         return list(self._leased.values())
 
     def give(self, unit: Unit, lease: Lease) -> None:
-        unit.lease = lease
+        unit.give_buffer(lease)
         self._leased[unit.index] = unit
 
     def take(self, unit: Unit) -> Lease:
         """Remove and return the unit's lease."""
-        lease, unit.lease = unit.lease, None
-        assert lease is not None
         del self._leased[unit.index]
-        return lease
+        return unit.take_buffer()
 
     def exchange(self, unit: Unit) -> Lease:
         """Give a free buffer to a unit whose own was quarantined. Returns its lease.
@@ -57,9 +55,10 @@ class UnitBuffers:
         The quarantine added one to the pool, or left the pool with one extra buffer less, which is made again.
         """
         nbytes = unit.layout.nbytes
-        unit.lease = self._pool.try_lease(nbytes) or self._pool.lease_extra(nbytes, sys.maxsize)
-        assert unit.lease is not None
-        return unit.lease
+        lease = self._pool.try_lease(nbytes) or self._pool.lease_extra(nbytes, sys.maxsize)
+        assert lease is not None
+        unit.give_buffer(lease)
+        return lease
 
     def missing(self, units: Iterable[Unit]) -> Counter[int]:
         """Return size → number of buffers that the pool lacks to hold `units` at once, beside those held now."""

@@ -87,10 +87,10 @@ class UnitStore:
             # Now, so that a checkpoint's recomputation sees the same tensors.
             binding.adopt_assigned(unit, self.recorder)
             unit.check_frozen()
-        unit.pin_count += 1
+        unit.pin()
 
     def unhold(self, unit: Unit) -> None:
-        unit.pin_count -= 1
+        unit.unpin()
         if not unit.pin_count and self.buffers.exceed(unit):
             with self.moving():
                 self._evict(unit)
@@ -205,33 +205,35 @@ class UnitStore:
         read: Transfer = DONE
         if not holds:
             read = self._states.fetch(unit.layout, unit.shard_bytes(self._ranks.shard_rank))
-        unit.transfer = self._ranks.all_gather(unit.flat(), read, unit.index)
+        unit.come(self._ranks.all_gather(unit.flat(), read, unit.index))
 
     def follow_update(self, unit: Unit) -> None:
         """UPDATING → FETCHING: gather the other ranks' shards once the update has computed this rank's."""
         assert unit.update is not None
         unit.move(Residency.FETCHING)
-        unit.transfer = self._ranks.all_gather(unit.flat(), unit.update.computed, unit.index)
+        unit.come(self._ranks.all_gather(unit.flat(), unit.update.computed, unit.index))
 
     def arrive(self, unit: Unit) -> None:
         """FETCHING → RESIDENT: wait until the parameters have arrived. No-op for a resident unit."""
         if unit.residency is Residency.RESIDENT:
             return
-        assert unit.transfer is not None
         if unit.update is not None and (unit.layout.dtype != torch.float32 or unit.index in self._held_back):
             # Edited elements of 16-bit parameters are found by comparison with the tier, and edits of others may have
             # to stay out of it, so the write of the update must end before the user can edit the buffer.
             self.await_update(unit.update)
         lane = "gather" if unit.update is None or unit.update.done.done() else "update"
-        unit.fetched, unit.transfer = unit.transfer, None
+        transfer = unit.take_transfer()
+        assert transfer is not None
+        unit.note_read(transfer)
         try:
             with self.recorder.wait(lane, "parameters" if lane == "gather" else "update"):
-                self._device.await_copy(unit.fetched)
+                self._device.await_copy(transfer)
         except BaseException:
             self._drop(unit, valid=False)
             raise
-        if unit.fingerprint is None and isinstance(unit.fetched, Fingerprinted):
-            unit.fingerprint = unit.fetched.fingerprint  # of the whole buffer: shards of other ranks were not gathered
+        if unit.fingerprint is None and isinstance(transfer, Fingerprinted):
+            # Of the whole buffer: shards of other ranks were not gathered.
+            unit.note_fingerprint(transfer.fingerprint)
         if unit in self.kept:
             self._return_to_viewers(unit)
         self._land(unit)
@@ -243,7 +245,7 @@ class UnitStore:
         residents.add_buffer(unit)
         self.resident.add(unit)
         if unit.fingerprint is None:
-            unit.fingerprint = self._fingerprint(unit)
+            unit.note_fingerprint(self._fingerprint(unit))
 
     @property
     def is_complete(self) -> bool:
@@ -300,8 +302,8 @@ class UnitStore:
             if early and viewed and not leaves:
                 arrives = self._leave_to_viewers(unit)
         elif unit.residency is Residency.FETCHING:
-            arrives, unit.transfer = unit.transfer, None
-            unit.fetched = arrives or DONE
+            arrives = unit.take_transfer()
+            unit.note_read(arrives or DONE)
         if unit.lease.is_substituted:
             self.kept.note_overwritten(unit)
         if self.kept.is_overwritten(unit):
@@ -313,7 +315,8 @@ class UnitStore:
         if unit.update is not None:
             # A gate that is done may have failed, and its error has to be raised.
             after = unit.update.done if job.gate is DONE else Together(job.gate, unit.update.done)
-        fetched, unit.fetched = unit.fetched, DONE
+        fetched = unit.fetched
+        unit.note_read(DONE)
         unit.begin_update(job.progress, early=early)
         target = None if leaves else unit.shard_bytes(self._ranks.shard_rank)
         return PlacedUpdate(job, target, arrives, reached, fetched, after, prepare, checked)
@@ -471,7 +474,7 @@ class UnitStore:
                     if unit.update is not None:
                         self.await_update(unit.update)
                     self._write_back(unit)
-                    unit.fingerprint = self._fingerprint(unit)
+                    unit.note_fingerprint(self._fingerprint(unit))
                 elif unit.residency is Residency.RELEASED and self.kept.is_edited(unit):
                     self._write_kept(unit)
 
@@ -490,14 +493,14 @@ class UnitStore:
     def end_step(self) -> None:
         """End the step: parameters that were updated early may be read again."""
         for unit in self.units:
-            unit.updated_early = False
+            unit.end_step()
 
     def showing_past(self) -> list[Unit]:
-        """Return the released units whose live views show old values on any rank. Collective."""
+        """Return the units whose live views show old values on any rank. Collective."""
         past = {unit.index for unit in self.units if self.kept.shows_past(unit)}
         self.kept.forget_overwritten()
         past = self._ranks.union(past)
-        return [unit for unit in map(self.units.__getitem__, sorted(past)) if unit.residency is not Residency.RESIDENT]
+        return [self.units[index] for index in sorted(past)]
 
     # -- release -----------------------------------------------------------------------------------------------------
 
@@ -508,8 +511,7 @@ class UnitStore:
                 edited = self.kept.is_edited(unit)
                 if unit.lease is not None:
                     self._evict(unit)
-                elif unit.update is not None:
-                    update, unit.update = unit.update, None
+                elif (update := unit.take_update()) is not None:
                     self.await_update(update)
                 if edited:
                     self._write_kept(unit)
@@ -525,17 +527,15 @@ class UnitStore:
         self.kept.clear()
 
     def _evict(self, unit: Unit) -> None:
-        if unit.update is not None:
-            update, unit.update = unit.update, None
+        if (update := unit.take_update()) is not None:
             self.await_update(update)
-        if unit.transfer is not None:
-            transfer, unit.transfer = unit.transfer, None
+        if (transfer := unit.take_transfer()) is not None:
             with self.recorder.wait("gather", "parameters"):
                 transfer.wait()
         if unit.residency is Residency.RESIDENT:
             if self._was_edited(unit):
                 self._write_back(unit)
-                unit.fingerprint = self._fingerprint(unit)
+                unit.note_fingerprint(self._fingerprint(unit))
             self._leave(unit)
             self._detach(unit)
         self._drop(unit)
@@ -594,7 +594,7 @@ class UnitStore:
         if self._give(unit, self.lease(unit)):
             unit.move(Residency.FETCHING)
             self._write_back(unit)
-            unit.fingerprint = None  # other ranks' shards may have changed too
+            unit.note_fingerprint(None)  # other ranks' shards may have changed too
             self._drop(unit)
         else:
             self._evict(unit)

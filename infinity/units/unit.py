@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -118,6 +118,57 @@ class Unit:
             self.steps[slot] += 1
         return {slot: self.steps[slot] for slot in slots}
 
+    def give_buffer(self, lease: Lease) -> None:
+        """Lease a device buffer to the unit."""
+        self.lease = lease
+
+    def take_buffer(self) -> Lease:
+        """Return the lease of the unit's buffer, which it has no longer."""
+        lease, self.lease = self.lease, None
+        assert lease is not None
+        return lease
+
+    def come(self, transfer: Transfer) -> None:
+        """Record that `transfer` brings the parameters to the buffer."""
+        self.transfer = transfer
+
+    def take_transfer(self) -> Transfer | None:
+        """Return the transfer that brings the parameters, which the unit no longer waits for."""
+        transfer, self.transfer = self.transfer, None
+        return transfer
+
+    def note_read(self, fetched: Transfer) -> None:
+        """Record the last transfer that reads the parameters' tier."""
+        self.fetched = fetched
+
+    def take_update(self) -> UpdateProgress | None:
+        """Return the last update that was started, which the unit no longer waits for."""
+        update, self.update = self.update, None
+        return update
+
+    def end_step(self) -> None:
+        """The step has ended: its parameters may be read again."""
+        self.updated_early = False
+
+    def note_fingerprint(self, fingerprint: Fingerprint | None) -> None:
+        """Record the fingerprint of the bytes in the tiers; None: unknown."""
+        self.fingerprint = fingerprint
+
+    def pin(self) -> None:
+        self.pin_count += 1
+
+    def unpin(self) -> None:
+        self.pin_count -= 1
+
+    def bind(self, views: list[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> None:
+        """Record that the parameters view the buffer. views: as of `views`; [] if they view none."""
+        self.bound = len(views)
+        self.views = views or self.views
+
+    def restore_steps(self, steps: Sequence[int]) -> None:
+        """Replace the number of updates of each parameter, by slot."""
+        self.steps = list(steps)
+
     def begin_update(self, update: UpdateProgress, *, early: bool) -> None:
         """Record that an update of the parameters is submitted. early: before `engine.step()`."""
         self.update, self.due_update, self.updated_early = update, None, early
@@ -168,6 +219,10 @@ class Unit:
     def write_after(self, transfer: Transfer) -> None:
         """Let writes to the unit's tiers wait for `transfer` as well, and not happen if it fails."""
         self.snapshot_read = also(self.snapshot_read, transfer)
+
+    def forget_saves(self) -> None:
+        """Let writes to the unit's tiers wait for no save or commit."""
+        self.snapshot_read = DONE
 
     def check_frozen(self) -> None:
         """Raise UsageError if a parameter that was frozen at the construction of the engine now requires a gradient."""

@@ -30,17 +30,20 @@ class Gradient:
         self.shard = shard
         self.squares = squares
         self.reached = reached
-        self.on_release: Callable[[], None] | None = None
-        """Called once nothing reads the gradient."""
+        self._on_release: Callable[[], None] | None = None
         self._lease = lease
         self._released = Promise()
+
+    def call_on_release(self, call: Callable[[], None]) -> None:
+        """Call `call` once nothing reads the gradient."""
+        self._on_release = call
 
     def release(self) -> None:
         del self.shard
         if self._lease is not None:
             self._lease.release()
-        if self.on_release is not None:
-            self.on_release()
+        if self._on_release is not None:
+            self._on_release()
         self._released.keep()
 
     def wait_until_released(self) -> None:

@@ -110,7 +110,7 @@ class UpdateStages:
         buffers, unit = self._buffers, running.unit
         layout = running.tiles[0]
         tile = layout.tile
-        grad, running.grad = running.grad, None
+        grad = running.take_grad()
         if grad is None and running.job.gradient is None:
             width = unit.stored.itemsize
             span = (tile.start * width, (tile.stop - tile.start) * width)
@@ -119,7 +119,7 @@ class UpdateStages:
                 return None
         states = unit.optim_tier.window(unit.optim, tile.offset, tile.nbytes, buffers.tile_pool)
         if states is None:
-            running.grad = grad  # its buffer may not be reused while it is being read
+            running.keep_grad(grad)  # its buffer may not be reused while it is being read
             return None
         running.tiles.popleft()
         return TileInFlight(running, layout, states, grad, not running.tiles)
@@ -138,13 +138,13 @@ class UpdateStages:
             try:
                 wait()
             except BaseException as error:  # noqa: BLE001 - carried by the job to its waiters
-                running.failed = running.failed or error
+                running.fail(error)
         try:
             if running.failed is None:
                 self._update(item)
                 transfers.append(running.unit.optim_tier.store(item.states))
         except BaseException as error:  # noqa: BLE001 - carried by the job to its waiters
-            running.failed = running.failed or error
+            running.fail(error)
         if item.last:
             transfers += self._conclude(running)
         return TileWrite(transfers, item)
@@ -154,19 +154,16 @@ class UpdateStages:
         job = running.job
         grad = item.grad.tensor.view(running.unit.stored) if item.grad else None
         if grad is None:
-            if running.skipped is None:
-                running.skipped = self._is_refused(job)
-            if running.skipped:
+            if running.is_skipped(self._is_refused):
                 return
             self._buffers.device.await_copy(job.arrived().reached)
             grad = _part(job.arrived().shard, tile.start, tile.stop)
-        if running.runs is None:
-            running.runs = job.runs()
+        runs = running.runs()
         began = now()
         whole = self._states(item)
         clock = now if running.param.is_cpu else self._buffers.device.stamp
         with self._buffers.device.recorder.span("update", job.layout.name, item.states.tensor.nbytes, clock):
-            self._run(item, running.runs, whole, grad)
+            self._run(item, runs, whole, grad)
         self.seconds += now() - began
 
     def _run(self, item: TileInFlight, runs: Sequence[Run], whole: dict[str, torch.Tensor], grad: torch.Tensor) -> None:
@@ -215,7 +212,7 @@ class UpdateStages:
         if states is None:
             states = {name: place.of(tensor) for name, place in layout.ranges.items()}
             if item.states.lease is None:
-                layout.states = states
+                layout.keep(states)
             else:
                 self._views[key] = states
         return states
@@ -230,7 +227,7 @@ class UpdateStages:
             landed = device.compute_reached()
             landed.wait()
         except BaseException as error:  # noqa: BLE001 - carried by the job to its waiters
-            running.failed = running.failed or error
+            running.fail(error)
         placed.job.release_gradient()
         if running.failed is not None:
             return []
@@ -241,7 +238,7 @@ class UpdateStages:
             if unit.updated_in != "buffer" and placed.target is not None:
                 landed = device.copy(placed.target, running.memory, after=placed.reached)
         except BaseException as error:  # noqa: BLE001 - carried by the job
-            running.failed = error
+            running.fail(error)
             return []
         placed.job.progress.computed.keep(landed)
         return [write, landed]
@@ -253,7 +250,7 @@ class UpdateStages:
             try:
                 transfer.wait()
             except BaseException as error:  # noqa: BLE001 - carried by the job
-                running.failed = running.failed or error
+                running.fail(error)
         write.transfers.clear()
         for window in write.item.windows:
             window.release()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,10 @@ class TileLayout:
     ranges: dict[str, Range]
     states: dict[str, torch.Tensor] | None = None
     """The states as tensors on a memory tier, where their address is fixed; else None."""
+
+    def keep(self, states: dict[str, torch.Tensor]) -> None:
+        """Keep the states of a memory tier."""
+        self.states = states
 
 
 class UnitTiles:
@@ -69,15 +73,40 @@ class RunningJob:
     tiles: deque[TileLayout]
     grad: Window | None = None
     """Gradient of the next tile, which is read while its states have no buffer."""
-    runs: Sequence[Run] | None = None
     failed: BaseException | None = None
     skipped: bool | None = None
     """True if the loss or the gradient is NaN or infinite, so that nothing is updated; None: not checked yet."""
+    _runs: Sequence[Run] | None = None
 
     @property
     def job(self) -> UpdateJob:
         assert self.placed is not None
         return self.placed.job
+
+    def runs(self) -> Sequence[Run]:
+        """Return the ranges to update. The gradient must have arrived, since it shows which parameters have one."""
+        if self._runs is None:
+            self._runs = self.job.runs()
+        return self._runs
+
+    def is_skipped(self, is_refused: Callable[[UpdateJob], bool]) -> bool:
+        """Return whether nothing is updated. is_refused: asked once; it may wait for the gradient."""
+        if self.skipped is None:
+            self.skipped = is_refused(self.job)
+        return self.skipped
+
+    def keep_grad(self, grad: Window | None) -> None:
+        """Keep the gradient of the next tile, which is being read."""
+        self.grad = grad
+
+    def take_grad(self) -> Window | None:
+        """Return the gradient of the next tile if its read has begun, else None."""
+        grad, self.grad = self.grad, None
+        return grad
+
+    def fail(self, error: BaseException) -> None:
+        """Record the first error, which waiters for the job raise."""
+        self.failed = self.failed or error
 
     def forget(self) -> None:
         """Drop every view of the unit's buffer, whose lease may end as soon as the job is done."""
