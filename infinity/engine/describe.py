@@ -73,6 +73,9 @@ class _Row:
     numel: int = 0
     nbytes: dict[State, int] = field(default_factory=dict)
 
+    def add(self, layout: UnitLayout) -> None:
+        self.numel += layout.parameter_numel
+
     def cells(self, kind: _Kind) -> tuple[str, ...]:
         return (
             f"{self.numel:,}",
@@ -136,7 +139,7 @@ def _cells(plan: Plan, layouts: Sequence[UnitLayout]) -> Iterator[tuple[str, ...
     rows: dict[_Kind, _Row] = {}
     for layout in layouts:
         row = rows.setdefault(_kind(plan, layout), _Row())
-        row.numel += layout.parameter_numel
+        row.add(layout)
         for state in State:
             if plan.placement.holds(layout.index, state) and not _passes(plan, layout, state):
                 row.nbytes[state] = row.nbytes.get(state, 0) + plan.placement.of(layout.index, state).nbytes
