@@ -171,7 +171,8 @@ class Unit:
 
     def begin_update(self, update: UpdateProgress, *, early: bool) -> None:
         """Record that an update of the parameters is submitted. early: before `engine.step()`."""
-        self.update, self.due_update, self.updated_early = update, None, early
+        self.update, self.due_update = update, None
+        self.updated_early = early
         self.overwritten()
 
     def postpone(self, job: UpdateJob) -> None:

@@ -30,7 +30,9 @@ _NO_LOCK = '__import__("contextlib").nullcontext()'
 _WAITS = {
     "wait": "wait",
     "await_copy": "wait",
-    "_await_update": "wait",
+    "await_update": "wait",
+    "await_updates": "wait",
+    "_finish_update": "wait",
     "synchronize": "wait",
     "wait_event": "wait",
     "wait_stream": "wait",
@@ -50,10 +52,12 @@ _MARKS = re.compile(r"^(updated_early|collected|_overwritten|_kept|kept)$")
 """Attributes that record events of units."""
 _CHANGES = {"add", "discard", "remove", "pop", "clear", "update"}
 _NOTICES = {"notice", "_on_unpack"}
+_RECORDS = {"note_fingerprint": "fingerprint", "overwritten": "generation", "pin": "pin_count", "unpin": "pin_count"}
+"""Calls that change such an attribute of a unit."""
 _LOCKS = re.compile(r"(?:^|_)(lock|mutex|changed|turn|access|condition)$")
 _LIFETIME = re.compile(
     r"(?:^|_)(viewed|viewers|lent|referenced|references|edited|busy|finished|live|lingers|pinned|victims"
-    r"|evictable|placeholders)(?:_|$)"
+    r"|evictable|placeholders|past)(?:_|$)"
 )
 """Words in the names of functions that decide whether a unit or its buffer is still needed."""
 _NOT_OURS = {"torch", "dist", "os", "nn", "F"}
@@ -142,6 +146,8 @@ class _Finder(ast.NodeVisitor):
                 self._add("join", node, "{}(wait=False)", call.func)
             elif name == "substitute":
                 self._add("substitute", node, "pass")
+            elif name in _RECORDS:
+                self._add(_RECORDS[name], node, "pass")
             elif name in _NOTICES:
                 self._add("notice", node, "pass")
             elif name in _CHANGES and _MARKS.search(_name(receiver)):
