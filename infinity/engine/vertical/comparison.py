@@ -32,7 +32,6 @@ class Outcome:
         assert parts.training is not None
         parts.training.runner.send_all()
         gradients = parts.training.gradients
-        gradients.settle()
         for unit in (parts.units[index] for index in sorted(gradients.units)):
             flat = gradients.read(unit)
             for slot in sorted(gradients.slots[unit.index]):
