@@ -25,7 +25,7 @@ from infinity.deepspeed.zero_init import outside_of_init
 from infinity.engine import schedules
 from infinity.engine.arguments import add_config_arguments, check_mpu, config_source
 from infinity.engine.base import BaseEngine, open_engines
-from infinity.engine.optimizer import ParamGroups
+from infinity.engine.optimizer.unit_optimizer import ParamGroups
 from infinity.engine.schedules.client import RateScheduler
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, ModelError

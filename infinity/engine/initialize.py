@@ -21,7 +21,7 @@ from infinity.engine.base import BaseEngine
 from infinity.engine.client_optimizer import ClientOptimizer, MakeOptimizer, construct_optimizer
 from infinity.engine.dataloader import Collate, make_loader
 from infinity.engine.inference import InferenceEngine
-from infinity.engine.optimizer import ParamGroups, UnitOptimizer
+from infinity.engine.optimizer.unit_optimizer import ParamGroups, UnitOptimizer
 from infinity.engine.schedules.client import (
     MakeScheduler,
     RateScheduler,

@@ -15,11 +15,12 @@ from torch import nn
 from infinity.comm.agreement.announcements import Operation
 from infinity.comm.groups import Group
 from infinity.engine.checkpointing import CheckpointingEngine
-from infinity.engine.grad_norm import GradNorm
 from infinity.engine.loss_check import LossCheck, LossReader, check_scalar
-from infinity.engine.loss_scale import LossScale
 from infinity.engine.offload import offload, reload
-from infinity.engine.optimizer import (
+from infinity.engine.optimizer.grad_norm import GradNorm
+from infinity.engine.optimizer.loss_scale import LossScale
+from infinity.engine.optimizer.tier_states import TierStates
+from infinity.engine.optimizer.unit_optimizer import (
     ParamGroups,
     UnitOptimizer,
     param_groups,
@@ -31,7 +32,6 @@ from infinity.engine.reports import Losses, StepFacts, StepReports, monitor_of
 from infinity.engine.same_batches import FirstBatches
 from infinity.engine.schedules.client import RateScheduler, ScheduleArguments
 from infinity.engine.schedules.from_config import make_scheduler
-from infinity.engine.tier_states import TierStates
 from infinity.engine.vertical.batches import BatchTrainer, Together
 from infinity.engine.vertical.checks import blocks_of
 from infinity.engine.vertical.draw import LossFunction, draw

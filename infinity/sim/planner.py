@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from infinity.engine.optimizer import param_groups
+from infinity.engine.optimizer.unit_optimizer import param_groups
 from infinity.engine.planning import plan_units
 from infinity.errors import ConfigError
 from infinity.observe.timeline import LANES
