@@ -12,7 +12,7 @@ from typing import NoReturn
 import typer
 
 from infinity.cli.console import FAILED, USAGE, check_one_of, fail, note, one_line_errors
-from infinity.deepspeed.launcher.commands import Kind, Program
+from infinity.deepspeed.launcher.flags import Kind, Program
 from infinity.deepspeed.launcher.hosts import Host, parse_hostfile
 from infinity.deepspeed.launcher.runner import (
     DEEPSPEED_ENVIRONMENT_NAME,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from infinity.deepspeed.launcher.commands import Command, Meeting, Program, make_command
+from infinity.deepspeed.launcher.flags import Command, Meeting, Program, make_command
 from infinity.deepspeed.launcher.hosts import Host, limit_hosts, select_hosts
 from infinity.errors import ConfigError
 

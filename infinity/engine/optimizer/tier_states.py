@@ -17,7 +17,7 @@ from infinity.errors import RanksError
 from infinity.optim.moments import convert_moment, fp32_moment, rounding_key
 from infinity.rules import RULES
 from infinity.tiers.memory import return_freed_memory
-from infinity.units.records import Flats, flat_tensor
+from infinity.units.states import Flats, flat_tensor
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:

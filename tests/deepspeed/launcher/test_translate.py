@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.elastic.utils import macros
 from torch.distributed.run import config_from_args, parse_args
 
-from infinity.deepspeed.launcher.commands import Command, Kind, Program
+from infinity.deepspeed.launcher.flags import Command, Kind, Program
 from infinity.deepspeed.launcher.hosts import Host
 from infinity.deepspeed.launcher.translate import Launch, Machine, Request, translate
 from infinity.errors import ConfigError
