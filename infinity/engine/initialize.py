@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from infinity.comm.communicator import refuse
 from infinity.comm.groups import Group, join_process_group
-from infinity.engine.arguments import check_model, check_mpu, config_source, load_config, set_port
+from infinity.engine.arguments import check_mpu, config_source, load_config, set_port
 from infinity.engine.base import BaseEngine
 from infinity.engine.client_optimizer import ClientOptimizer, MakeOptimizer, construct_optimizer
 from infinity.engine.inference import InferenceEngine
@@ -29,6 +29,7 @@ from infinity.engine.schedules.client import (
     construct_scheduler,
     constructs_schedulers,
 )
+from infinity.engine.supported import check_model
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, InfinityError, ModelError, UsageError
 from infinity.observe.log import logger

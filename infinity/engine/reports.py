@@ -153,7 +153,7 @@ class StepReports:
             )
             return forward()
         # Builds of torch for CUDA import Triton with their flop counter.
-        from infinity.observe.clock import count_flops, waiter
+        from infinity.observe.flops import count_flops, waiter
 
         result, count = count_flops(model, forward, waiter(self._torch_device))
         lines = [f"{title}: {count.summary()}", *count.largest(settings.module_depth, settings.top_modules)]

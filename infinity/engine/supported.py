@@ -1,0 +1,108 @@
+"""Rejects models that an engine cannot manage: wrappers, TorchScript, lazy modules, parameters without memory of their
+own (quantised, sparse), and objects of other types.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from infinity.comm.dtensor import is_dense, is_plain, local
+from infinity.errors import ModelError
+
+
+def check_model(model: Any) -> None:
+    """Raise ModelError unless `model` is an `nn.Module` whose parameters an engine can manage."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise ModelError(f"model is the class {model.__name__}: pass an instance of it, {model.__name__}(…)")
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model is {_described(model)}: pass a torch.nn.Module")
+    for name, module in model.named_modules():
+        for refuses, text in _REFUSED:
+            if refuses(module):
+                kind = type(module).__name__
+                raise ModelError(f"{f'module {name}' if name else 'the model'} is a {kind}: {text}")
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            owner = model.get_submodule(name.rpartition(".")[0])
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            raise ModelError(
+                f"{kind} {name} of a {type(owner).__name__} has no shape before the first forward: run one, "
+                "model(*batch), before you pass the model to the engine"
+            )
+    for name, parameter in model.named_parameters():
+        with torch._C.DisableTorchFunctionSubclass():
+            problem = _not_dense(parameter)
+        if problem is not None:
+            kind, conversion = problem
+            raise ModelError(
+                f"parameter {name} is a {kind}, and an engine stores dense tensors only: load the model without "
+                f"quantisation or sparsity, or replace the parameter by {conversion.format(name)}. To save memory, "
+                "move dense weights to the host or to NVMe (zero_optimization.offload_param)."
+            )
+
+
+def _not_dense(parameter: torch.Tensor) -> tuple[str, str] | None:
+    """Return (kind, template of a conversion) of a parameter that is no strided tensor in its own memory; else None."""
+    values = local(parameter)
+    dequantized = "nn.Parameter({}.dequantize(), requires_grad=False)"
+    if values.layout is not torch.strided:
+        return f"tensor of layout {values.layout}", "nn.Parameter({}.to_dense())"
+    if values.is_quantized:
+        return f"quantised tensor ({values.dtype})", dequantized
+    if is_dense(values):
+        return None
+    plain = "an nn.Parameter of a plain tensor"
+    if is_plain(values):
+        return "tensor without memory of its own", plain
+    kind = f"{type(values).__module__}.{type(values).__qualname__}, a tensor subclass without memory of its own"
+    quantised = type(values).dequantize is not torch.Tensor.dequantize
+    return ("" if values is parameter else "DTensor of a ") + kind, dequantized if quantised else plain
+
+
+def _described(value: object) -> str:
+    if isinstance(value, str):
+        return f"the string {value!r}"
+    return "None" if value is None else f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _is_script(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    library: Any = sys.modules.get("torch.distributed.fsdp")  # importing it takes seconds
+    kinds = (getattr(library, name, None) for name in ("FullyShardedDataParallel", "FSDPModule"))
+    return any(kind is not None and isinstance(module, kind) for kind in kinds)
+
+
+def _is_replicate(module: nn.Module) -> bool:
+    library: Any = sys.modules.get("torch.distributed._composable.contract")
+    return library is not None and "replicate" in (library._get_registry(module) or ())
+
+
+_INSTEAD = "An engine reduces gradients over ranks and shards states itself"
+_REFUSED: tuple[tuple[Callable[[nn.Module], bool], str], ...] = (
+    (
+        _is_script,
+        "TorchScript reads its parameters without the Python hooks in which an engine fetches them. Pass the module "
+        "that was scripted or traced.",
+    ),
+    (_is_wrapper, f"{_INSTEAD}: pass the module that it wraps (.module)."),
+    (
+        _is_fsdp,
+        f"{_INSTEAD} (zero_optimization.stage): pass the original model, without FullyShardedDataParallel or "
+        "fully_shard.",
+    ),
+    (_is_replicate, f"{_INSTEAD}: pass the original model, without replicate()."),
+)
