@@ -25,14 +25,13 @@ from infinity.interrupts import ForcedInterrupt, uninterrupted
 from infinity.plan.layout import UnitLayout
 from infinity.schedule.schedule import Schedule
 from infinity.tiers.device import Device
-from infinity.tiers.fingerprint import Fingerprint
+from infinity.tiers.digests import Fingerprint
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE, Fingerprinted, Together, Transfer
 from infinity.units import binding, released, residents
 from infinity.units.buffers import UnitBuffers
-from infinity.units.edits import EditChecks
-from infinity.units.kept import KeptBuffers, edit_lost
-from infinity.units.modes import outside_modes
+from infinity.units.compiled import outside_modes
+from infinity.units.kept import EditChecks, KeptBuffers, edit_lost
 from infinity.units.states import UnitStates
 from infinity.units.unit import Residency, Unit
 from infinity.update.job import PlacedUpdate, UpdateJob, UpdateProgress
