@@ -22,13 +22,13 @@ PAGE, INK, SOFT = "#ffffff", "#1f2933", "#66727f"
 MODEL, DECISION, RESIDENCY, GRADIENTS, UPDATES = "#55606c", "#7048c6", "#2f6fde", "#d9480f", "#2b8a3e"
 
 ROWS = (
-    ("Model", "what the user's code does", MODEL, "#f1f3f5"),
+    ("Model", "its hooks report", MODEL, "#f1f3f5"),
     ("Schedule", "pure: event in, decision out", DECISION, "#f3effb"),
-    ("Residency", "buffers on the device", RESIDENCY, "#eaf1fd"),
+    ("UnitStore", "buffers on the device", RESIDENCY, "#eaf1fd"),
     ("Gradients", "collect, reduce, store", GRADIENTS, "#fdeee6"),
     ("UpdatePipeline", "tiles of the shard", UPDATES, "#eaf5ec"),
 )
-TOP = {"Model": 4.85, "Schedule": 3.35, "Residency": 2.05, "Gradients": 1.05, "UpdatePipeline": 0.05}
+TOP = {"Model": 4.85, "Schedule": 3.1, "UnitStore": 2.05, "Gradients": 1.05, "UpdatePipeline": 0.05}
 """Lower edge of each band."""
 RUNNER = 4.5
 """Middle of the band of the runner, between the model and the schedule."""
@@ -47,25 +47,25 @@ class Moment:
 
 FETCH = "lease, read,\nall-gather"
 MOMENTS = (
-    Moment("forward enters\nthe block", "used", "Fetch, and fetch\nthe next ones ahead", "Residency", FETCH),
+    Moment("forward enters\nthe block", "used", "Fetch, and the\nnext ones ahead", "UnitStore", FETCH),
     Moment(
         "forward enters\nlater blocks",
         "victims",
         "Evict the farthest\nnext use",
-        "Residency",
+        "UnitStore",
         "give the buffer\nto another unit",
     ),
-    Moment("backward unpacks\na saved reference", "used", "Fetch again", "Residency", FETCH),
+    Moment("backward unpacks\na saved reference", "used", "Fetch again", "UnitStore", FETCH),
     Moment("a gradient\narrives", "gradient", "Collect", "Gradients", "copy, clear\n.grad"),
     Moment("the last gradient\narrives", "gradient", "Reduce", "Gradients", "reduce-scatter,\nadd to the shard"),
     Moment(
         "backward goes on,\nor step() is called",
-        "update, step",
+        "update",
         "Update now,\nor at step()",
         "UpdatePipeline",
         "read | Adam |\nwrite each tile",
     ),
-    Moment("the next forward\nenters the block", "used", "Fetch after\nthe update", "Residency", FETCH),
+    Moment("the next forward\nenters the block", "used", "Fetch after\nthe update", "UnitStore", FETCH),
 )
 WIDTH = 2.05
 
@@ -85,7 +85,7 @@ def draw(path: Path) -> None:
             axes.text(-0.12, TOP[name] + 0.5, name, fontsize=12.5, weight="bold", color=colour, ha="right", va="center")
             axes.text(-0.12, TOP[name] + 0.24, about, fontsize=7.5, color=SOFT, ha="right", va="center")
         axes.text(-0.12, RUNNER + 0.1, "Runner", fontsize=12.5, weight="bold", color=INK, ha="right", va="center")
-        axes.text(-0.12, RUNNER - 0.14, "reports, asks, calls", fontsize=7.5, color=SOFT, ha="right", va="center")
+        axes.text(-0.12, RUNNER - 0.14, "events, questions, calls", fontsize=7.5, color=SOFT, ha="right", va="center")
         axes.add_patch(Rectangle((0, RUNNER - 0.22), WIDTH * len(MOMENTS), 0.46, facecolor="none", edgecolor=INK))
         for number, moment in enumerate(MOMENTS):
             _moment(axes, WIDTH * number + WIDTH / 2, moment)
@@ -95,23 +95,25 @@ def draw(path: Path) -> None:
 def _moment(axes: Axes, middle: float, moment: Moment) -> None:
     colour = next(colour for name, _, colour, _ in ROWS if name == moment.row)
     _box(axes, middle, TOP["Model"], moment.code, MODEL)
-    _box(axes, middle, TOP["Schedule"], moment.decision, DECISION)
+    _box(axes, middle - 0.17, TOP["Schedule"], moment.decision, DECISION, width=1.4)
     _box(axes, middle, TOP[moment.row], moment.action, colour)
-    axes.text(middle - 0.22, RUNNER, moment.event, fontsize=9.5, style="italic", color=INK, ha="right", va="center")
-    _arrow(axes, (middle - 0.12, TOP["Model"] + 0.02), (middle - 0.12, TOP["Schedule"] + 0.8), MODEL)
-    # The decision returns to the runner, which calls the executor: the arrow starts at the decision.
-    _arrow(axes, (middle + 0.12, TOP["Schedule"] + 0.02), (middle + 0.12, TOP[moment.row] + 0.78), colour)
+    axes.text(middle - 0.47, RUNNER, moment.event, fontsize=9.5, style="italic", color=INK, ha="right", va="center")
+    # A hook reports to the runner, which asks the schedule, gets a decision, and calls the executor.
+    _arrow(axes, (middle - 0.37, TOP["Model"] + 0.02), (middle - 0.37, RUNNER + 0.24), MODEL)
+    _arrow(axes, (middle - 0.37, RUNNER - 0.22), (middle - 0.37, TOP["Schedule"] + 0.72), INK)
+    _arrow(axes, (middle + 0.05, TOP["Schedule"] + 0.72), (middle + 0.05, RUNNER - 0.22), DECISION)
+    _arrow(axes, (middle + 0.76, RUNNER - 0.22), (middle + 0.76, TOP[moment.row] + 0.72), colour)
 
 
 def _band(axes: Axes, low: float, height: float, colour: str) -> None:
     axes.add_patch(Rectangle((0, low), WIDTH * len(MOMENTS), height, facecolor=colour, edgecolor="none", zorder=0))
 
 
-def _box(axes: Axes, middle: float, low: float, text: str, colour: str) -> None:
+def _box(axes: Axes, middle: float, low: float, text: str, colour: str, width: float = 1.74) -> None:
     axes.add_patch(
         FancyBboxPatch(
-            (middle - 0.87, low + 0.13),
-            1.74,
+            (middle - width / 2, low + 0.13),
+            width,
             0.54,
             boxstyle="round,pad=0.05,rounding_size=0.08",
             facecolor=colour,
