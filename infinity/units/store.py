@@ -231,7 +231,7 @@ class UnitStore:
             self._drop(unit, valid=False)
             raise
         if unit.fingerprint is None and isinstance(transfer, Fingerprinted):
-            # Of the whole buffer: shards of other ranks were not gathered.
+            # It covers the whole buffer: shards of other ranks were not gathered.
             unit.note_fingerprint(transfer.fingerprint)
         if unit in self.kept:
             self._return_to_viewers(unit)
