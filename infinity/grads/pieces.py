@@ -17,6 +17,8 @@ def cut(parts: Sequence[Part], numel: int, most: int) -> tuple[Piece, ...]:
     parts: of the shard. most: at least `SUM_TILE`. A part is cut only at multiples of `SUM_TILE` from its start, so
     that its sum of squares, continued from piece to piece, has the same bits as in one pass.
     """
+    # Cuts follow the tiles of each part, since a sum continued elsewhere would round differently [Note: the gradient
+    # norm].
     starts = [part.start for part in parts] or [0]
     cuts = [0]
     for start, end in zip(starts, [*starts[1:], numel], strict=True):

@@ -54,6 +54,7 @@ class StoredPieces:
                 window = self._tier.window(self._extent, start, nbytes, self._pool)
                 assert window is not None
             else:
+                # Waits only for the piece that is needed now; the ones ahead take what is free.
                 lease = self._pool.lease(nbytes) if not self._windows else self._pool.try_lease(nbytes)
                 if lease is None:
                     return
@@ -65,6 +66,7 @@ class StoredPieces:
 
     def _blocks(self, piece: Piece) -> tuple[int, int]:
         """Return the first byte and the bytes of the blocks that a piece is in."""
+        # A disk is read in whole blocks, and pieces are cut at tiles of the norm.
         start = piece[0] * self.itemsize // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
         stop = -(-piece[1] * self.itemsize // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT
         return start, min(stop, self._extent.nbytes) - start

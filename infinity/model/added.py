@@ -34,6 +34,7 @@ class Additions:
 
     def note(self, module: nn.Module) -> None:
         """Record a registration in `module`, which may belong to any model."""
+        # torch calls the hook for every module of the process.
         if module in self._known:
             self._changed = True
 

@@ -75,6 +75,7 @@ def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        # Dynamo compiles frames by a callback of the thread; without one it leaves the callees alone.
         callback = exchange_callback(None)
         try:
             return function(*args, **kwargs)

@@ -26,6 +26,7 @@ class EditCheck:
         self._flag = flag
 
     def __call__(self) -> bool:
+        # Two waits with two reasons: compute that was ahead of the check, then the copy of its result.
         recorder = self._device.recorder
         with recorder.wait("compute", "edits"):
             self._computed.wait()
@@ -52,6 +53,8 @@ class EditChecks:
         """Start to compare a resident unit's buffer, which nothing changes any more, with the unit's fingerprint."""
         assert unit.lease is not None
         flag = self._flags[unit.index : unit.index + 1]
+        # Compared on the device: only one byte comes back, and the model's thread need not wait for it [Note: who
+        # waits for a fingerprint].
         same = self._device.fingerprint(unit.lease.tensor) == unit.fingerprint
         if not isinstance(same, torch.Tensor):
             flag[0] = same

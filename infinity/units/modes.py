@@ -62,6 +62,7 @@ def outside_modes() -> AbstractContextManager[object]:
     dispatch, function = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
     transforms, inference = torch._C._are_functorch_transforms_active(), torch.is_inference_mode_enabled()
     trace = torch._C._get_tracing_state()
+    # The usual case, which every operation of the engine pays for.
     if not (function or transforms or inference or trace):
         return _without_dispatch() if dispatch else _NOTHING
     suspended = ExitStack()

@@ -68,8 +68,10 @@ class Records:
         """Set the masters of `changed` elements, bool (shard_numel,), to `values`, (shard_numel,) of 16 bits."""
         for tile, ranges in self._ranges():
             part = slice(tile.start, tile.stop)
+            # An edit of one layer leaves most tiles alone, and each costs a read and a write.
             if not changed[part].any():
                 continue
+            # A remainder of 0 makes the master equal to the edited parameter, without loss.
             name = "remainder" if "remainder" in ranges else "master"
             place = ranges[name]
             offset, first, nbytes = tile.offset, place.first, tile.nbytes
@@ -84,6 +86,7 @@ class Records:
     def _write_whole(self, shards: Mapping[str, torch.Tensor]) -> None:
         writing: deque[Transfer] = deque()
         for (tile, ranges), buffer in zip(self._ranges(), self._buffers(), strict=False):
+            # The buffer that comes next is the one whose write was started first.
             if len(writing) == _BUFFERS:
                 writing.popleft().wait()
             for name, place in ranges.items():

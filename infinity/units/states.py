@@ -42,6 +42,7 @@ class UnitStates:
             self._write_param(layout, shards["param"])
             return
         param = shards["master"]
+        # The fp32 master is the parameter plus a remainder of 16 bits [Note: a master in 16 bits].
         if layout.dtype == torch.bfloat16:
             halves = [flat_tensor(layout.shard_numel, dtype) for dtype in (layout.dtype, torch.int16)]
             param, shards["remainder"] = halves
@@ -66,6 +67,7 @@ class UnitStates:
             if kept is not None:
                 flats["master"] = flat_tensor(layout.numel, torch.float32)
                 self.ranks.shard(flats["master"]).copy_(join_master(shard, self.ranks.shard(kept)))
+            # An fp32 parameter is its own master, and is stored once.
             elif layout.dtype == torch.float32:
                 flats["master"] = param
         return flats
@@ -132,6 +134,7 @@ class UnitStates:
         """
         if not layout.trainable or layout.dtype == torch.float32:
             return
+        # Only edited elements change: the remainder of the others has bits that the parameter lacks.
         before, after = flat_tensor(layout.shard_numel, layout.dtype), flat_tensor(layout.shard_numel, layout.dtype)
         self._tier(layout, State.PARAM).read(self._extent(layout, State.PARAM), before.view(torch.uint8)).wait()
         self.device.copy(after.view(torch.uint8), shard).wait()
@@ -152,6 +155,7 @@ class UnitStates:
     def _write_param(self, layout: UnitLayout, shard: torch.Tensor) -> None:
         """Write this rank's shard of the parameters, (shard_numel,) in the unit's dtype or fp32."""
         aligned = shard
+        # Direct I/O needs aligned memory, and a shard begins anywhere in the flat tensor.
         if shard.dtype != layout.dtype or shard.data_ptr() % PAGE:
             aligned = flat_tensor(shard.numel(), layout.dtype)
             aligned.copy_(shard)

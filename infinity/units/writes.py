@@ -23,6 +23,7 @@ def written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         names = [place.name for place, is_write in zip(schema.arguments, writes, strict=True) if is_write]
         given = [value for value, is_write in zip(args, writes, strict=False) if is_write]
         return [*given, *(kwargs[name] for name in names if name in kwargs)]
+    # Functions of the Python interface have no schema, so the name has to tell.
     in_place = _IN_PLACE.match(getattr(func, "__name__", "")) is not None
     return [*(args[:1] if in_place else ()), kwargs.get("out")]
 
