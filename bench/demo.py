@@ -27,9 +27,8 @@ from gpt2.options import JobOptions
 from gpt2.pretraining import Evaluation
 from gpt2_flags import add_shape, positive, shape_of
 from infinity.errors import ConfigError, InfinityError
-from infinity.observe.units import show_bytes, show_count
 from infinity.sim.gpt2 import GPT2Config
-from infinity.sizes import parse_size
+from infinity.sizes import parse_size, show_bytes, show_count
 
 SHAPE = GPT2Config(vocab_size=VOCAB_SIZE, seq_length=64, num_layers=32, hidden_size=512, num_attention_heads=8)
 """Many layers of moderate width: the engine's buffers hold a few layers, whatever their number."""

@@ -51,10 +51,9 @@ from infinity.cli.trace_file import read_trace
 from infinity.config import Config
 from infinity.engine.initialize import initialize
 from infinity.errors import ConfigError, InfinityError
-from infinity.observe.units import show_bytes, show_count
 from infinity.rules import MomentFormat
 from infinity.sim.gpt2 import GPT2, GPT2Config
-from infinity.sizes import parse_size
+from infinity.sizes import parse_size, show_bytes, show_count
 from infinity.tiers.device import Device
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from infinity.comm.communicator import Communicator
-from infinity.engine.optimizer import param_groups
+from infinity.engine.optimizer.unit_optimizer import param_groups
 from infinity.engine.wiring import plan_model
-from infinity.observe.units import show_bytes
 from infinity.sim.gpt2 import GPT2, GPT2Config
+from infinity.sizes import show_bytes
 from infinity.tier_kind import TierKind
 from infinity.tiers.available import available_memory
 from infinity.tiers.device import Device

@@ -12,8 +12,8 @@ import torch
 import harness
 from gpt2.data import TokenDataset
 from infinity.observe.ledger import between
-from infinity.observe.units import show_bytes
 from infinity.sim.gpt2 import GPT2, GPT2Config
+from infinity.sizes import show_bytes
 from infinity.tiers.accelerator import AcceleratorDevice, default_device
 from infinity.tiers.device import Device
 from infinity.tiers.transfer import Transfer

@@ -125,9 +125,9 @@ def run_engine(args: argparse.Namespace, kind: str) -> dict[str, Any]:
 def predict(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     """The JSON of `infinity plan --this-machine` for a run, with the bandwidths of `args.links`."""
     from infinity.config import Config
+    from infinity.sim.gpt2 import gpt2
     from infinity.sim.machine import Links, Machine
     from infinity.sim.measured import MeasuredTimes
-    from infinity.sim.models import gpt2
     from infinity.sim.planner import predict as plan
 
     model, config = partial(gpt2, gpt2_of(parts_of(kind)[0])), Config.load(config_of(kind, args.nvme_path))

@@ -22,7 +22,7 @@ from gpt2.options import BATCH_SIZE, PROMPTS, SAMPLE_BYTES, SHAPE, JobOptions
 from gpt2.pretraining import Evaluation
 from gpt2_flags import add_shape, positive, shape_of
 from infinity.errors import InfinityError
-from infinity.observe.units import show_seconds
+from infinity.sizes import show_seconds
 
 MAX_SAMPLE_BYTES = 1000
 

@@ -16,7 +16,7 @@ import infinity
 import training
 from gpt2.data import TokenDataset, load_corpus
 from infinity.config import Config
-from infinity.engine.schedules.from_config import make_scheduler
+from infinity.engine.schedules.client import make_scheduler
 from infinity.sim.gpt2 import GPT2
 from quality_recipe import FORMATS, Recipe
 

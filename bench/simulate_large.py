@@ -21,9 +21,8 @@ import harness
 from infinity.config import Config
 from infinity.observe.timeline import LANES, seconds, union, within
 from infinity.sim.device import DeviceFacts
-from infinity.sim.gpt2 import GPT2Config
+from infinity.sim.gpt2 import GPT2Config, gpt2
 from infinity.sim.machine import Links
-from infinity.sim.models import gpt2
 from infinity.sim.ranks import Ranks
 from infinity.sim.simulate import Simulation, simulate
 from infinity.sizes import parse_size

@@ -39,9 +39,8 @@ from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.sim.device import DeviceFacts
-from infinity.sim.gpt2 import GPT2, GPT2Config
+from infinity.sim.gpt2 import GPT2, GPT2Config, gpt2
 from infinity.sim.machine import Links, Machine
-from infinity.sim.models import gpt2
 from infinity.sim.planner import plan_of
 from infinity.sim.simulate import Simulation, simulate
 from report.page import publish

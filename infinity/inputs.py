@@ -2,6 +2,8 @@
 
 Only regular files are opened, so that no pipe is waited for. Sizes are checked before memory is allocated. JSON has a
 largest depth, which keeps recursive code within Python's limit.
+
+Writes files that appear complete or not at all, in folders in which others may write, too.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ import io
 import json
 import os
 import re
+import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +153,20 @@ def number_of(variable: str, default: int, least: int = 0) -> int:
         shown = text if len(text) <= 40 else f"{text[:37]}..."
         raise UsageError(f"{variable} is {shown!r}, and a whole number from {least} is expected: start with torchrun")
     return number
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a new, empty file beside `path`, which replaces `path` after the block, or is removed if the block fails.
+
+    Its name cannot be predicted, so nobody can put a link there that the block would follow. A link at `path` is
+    replaced, not followed. Permissions are those of new files (umask). Raises OSError.
+    """
+    aside = path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")
+    os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666))
+    try:
+        yield aside
+        os.replace(aside, path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise

@@ -1,8 +1,14 @@
-"""Parses and formats sizes in bytes: 67108864, "64MiB", "1.5GB", "2e9"."""
+"""Parses and formats sizes in bytes: 67108864, "64MiB", "1.5GB", "2e9".
+
+Numbers with units, as people read them.
+
+Sums of floats with the same bits in every version of Python.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from fractions import Fraction
 
 _DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15}
@@ -55,3 +61,54 @@ def format_size(nbytes: int) -> str:
         if nbytes and nbytes % factor == 0:
             return f"{nbytes // factor}{suffix}"
     return str(nbytes)
+
+
+def show_bytes(count: float) -> str:
+    """1_300_000_000 -> '1.30 GB'; decimal units, since disks and bandwidths are given in them."""
+    for unit, size in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.3g} {unit}" if abs(count) >= 100 * size else f"{count / size:.2f} {unit}"
+    return f"{count:.0f} B"
+
+
+def show_count(count: float) -> str:
+    """10_844_160 -> '10.8 M'."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f}"
+
+
+def show_flops(count: float) -> str:
+    """1_300_000_000 -> '1.3 GFLOP'."""
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}FLOP"
+    return f"{count:.3g} FLOP"
+
+
+def show_seconds(seconds: float) -> str:
+    """92.4 -> '1:32', 7322 -> '2:02:02'."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def counted(count: int, noun: str) -> str:
+    """(1, "unit") -> '1 unit', (1200, "unit") -> '1,200 units'."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+__all__ = ["sum_in_order"]
+
+
+def sum_in_order(values: Iterable[float]) -> float:
+    """Return the sum of `values`, added one after the other, each sum rounded; 0.0 for none.
+
+    `sum` of Python 3.12 and later compensates for rounding, so it differs from a sum that is continued from part to
+    part, and from `sum` of earlier versions.
+    """
+    total = 0.0
+    for value in values:
+        total += value
+    return total

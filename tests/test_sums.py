@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infinity.sums import sum_in_order
+from infinity.sizes import sum_in_order
 
 
 def test_each_sum_is_rounded() -> None:

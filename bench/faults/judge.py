@@ -24,7 +24,7 @@ from faults import armed
 from faults.armed import Counts
 from faults.cases import KILLS, Case, Fault, Setting
 from faults.trained import SAVED, train
-from infinity.comm.liveness.stuck import EXIT_STATUS
+from infinity.comm.liveness.processes import EXIT_STATUS
 
 SECONDS = 120.0
 """Time limit of one attempt; a longer one counts as hanging."""

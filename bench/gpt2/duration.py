@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.observe.units import show_seconds
+from infinity.sizes import show_seconds
 
 JOB_SECONDS = 150.0
 """Aim for the whole command, from the start of its process to its end. `make run` promises 30 seconds more, for load

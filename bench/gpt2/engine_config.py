@@ -11,7 +11,7 @@ from gpt2.duration import MEASURED_STEPS, MIN_STEPS
 from gpt2.options import BATCH_SIZE, JobOptions
 from infinity.config import Config, WarmupCosineLR
 from infinity.engine.precision import emulates_bf16
-from infinity.engine.schedules.from_config import replace_schedule
+from infinity.engine.schedules.client import replace_schedule
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError
 

@@ -26,8 +26,8 @@ from gpt2.report import closing_table, output_lines
 from infinity.engine.initialize import initialize
 from infinity.errors import ConfigError
 from infinity.inputs import number_of
-from infinity.observe.units import show_count, show_seconds
 from infinity.sim.gpt2 import GPT2
+from infinity.sizes import show_count, show_seconds
 
 
 def run(options: JobOptions, stack: ExitStack, clock: Callable[[], float]) -> None:

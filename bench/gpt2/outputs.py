@@ -12,7 +12,7 @@ from gpt2.plots import plot_loss
 from gpt2.pretraining import Pretraining
 from infinity.config import Config
 from infinity.errors import StorageError
-from infinity.observe.units import show_count, show_seconds
+from infinity.sizes import show_count, show_seconds
 
 Output = tuple[str, str]
 """A file's content, such as "loss curve", and its path."""

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt2.meter import StepRecord
-from infinity.observe.units import show_bytes, show_seconds
+from infinity.sizes import show_bytes, show_seconds
 
 RECENT = 20
 """Speeds shown are means of this many steps."""

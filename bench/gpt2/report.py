@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt2.meter import Totals
-from infinity.observe.units import show_bytes, show_count, show_seconds
+from infinity.sizes import show_bytes, show_count, show_seconds
 
 
 def closing_table(

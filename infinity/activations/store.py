@@ -16,8 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from infinity import concurrency
-from infinity.activations.room import Room
-from infinity.activations.stored import Alias, Leftover, Stored, key_of
+from infinity.activations.room import Alias, Leftover, Room, Stored, key_of
 from infinity.errors import UsageError
 from infinity.plan.io import ActivationPlan
 from infinity.tiers.device import Device

@@ -90,7 +90,7 @@ class Index:
     file_crc32: dict[str, int] = field(default_factory=dict)
     skipped_steps: int = 0
     loss_scale: dict[str, Any] | None = None
-    """State of `infinity.engine.loss_scale`; None without a loss scale."""
+    """State of `infinity.engine.optimizer.loss_scale`; None without a loss scale."""
     shards: int = 0
     """Number of ranks with states in files of their own, as a durable run commits them (`states_file`); 0: states are
     in the file of each entry.

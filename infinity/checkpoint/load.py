@@ -12,8 +12,8 @@ from torch import nn
 
 from infinity.checkpoint import rng
 from infinity.checkpoint.format import Index, persistent_buffers, shape_of, view
-from infinity.checkpoint.parts import ModelParts, Run, check_settings
 from infinity.checkpoint.saved import PieceOf, SavedStates
+from infinity.checkpoint.snapshot import ModelParts, Run, check_settings
 from infinity.checkpoint.tiles import block_problem
 from infinity.comm.dtensor import is_distributed
 from infinity.errors import CheckpointError
@@ -21,7 +21,7 @@ from infinity.nn.pieces import Piece
 from infinity.optim.cpu_adam import split_master
 from infinity.optim.moments import convert_moments, rounding_key
 from infinity.tiers.memory import return_freed_memory
-from infinity.units.records import Flats, flat_tensor
+from infinity.units.states import Flats, flat_tensor
 from infinity.units.unit import Unit
 
 

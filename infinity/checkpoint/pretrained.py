@@ -15,8 +15,7 @@ from torch import nn
 from infinity.checkpoint.format import names_of_buffers, persistent_buffers
 from infinity.checkpoint.tensors import PART, WEIGHTS, WEIGHTS_INDEX, Spec, read_part, spec_of
 from infinity.comm.side import Place
-from infinity.construction.materialize import make_buffers
-from infinity.construction.sources import note_loaded, note_source
+from infinity.construction.materialize import make_buffers, note_loaded, note_source
 from infinity.errors import CheckpointError, UsageError
 from infinity.inputs import is_file_name, open_input, parse_json, read_input
 from infinity.model.hooks import UnitParameters

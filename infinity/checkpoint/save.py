@@ -18,9 +18,8 @@ from infinity.checkpoint.agree import target_of, together
 from infinity.checkpoint.background import Saver, Saving
 from infinity.checkpoint.committed import Committed, check_space, copy_states
 from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, key, reason, states_file, view
-from infinity.checkpoint.parts import ModelParts, Run
 from infinity.checkpoint.pickles import read_values
-from infinity.checkpoint.snapshot import Snapshot, capture, unit_file
+from infinity.checkpoint.snapshot import ModelParts, Run, Snapshot, capture, unit_file
 from infinity.checkpoint.tiles import write_tile
 from infinity.checkpoint.writer import Writer
 from infinity.comm.side import SideChannel
@@ -31,8 +30,7 @@ from infinity.plan.formats import StateKind
 from infinity.plan.layout import UnitLayout
 from infinity.tiers.device import Device
 from infinity.tiers.memory import return_freed_memory
-from infinity.units.records import Flats
-from infinity.units.states import UnitStates
+from infinity.units.states import Flats, UnitStates
 
 _Value = tuple[StateKind, Piece, torch.Tensor]
 """One state of a parameter."""

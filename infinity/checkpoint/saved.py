@@ -28,7 +28,7 @@ from infinity.errors import CheckpointError
 from infinity.inputs import open_input
 from infinity.nn.pieces import Piece, Pieces
 from infinity.plan.formats import StateKind
-from infinity.units.records import Flats
+from infinity.units.states import Flats
 from infinity.units.unit import Unit
 
 _FIX = "Use another checkpoint, or pass verify=False to load it at your own risk."

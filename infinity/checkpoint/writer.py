@@ -15,7 +15,7 @@ import torch
 from infinity.checkpoint.format import INDEX, LATEST, Index
 from infinity.checkpoint.tensors import FileRecord, PiecewiseFile, Spec, write_bytes, write_tensors
 from infinity.errors import CheckpointError, OutOfSpaceError, UsageError
-from infinity.outputs import replacing
+from infinity.inputs import replacing
 
 
 def check_out(out: Path, nbytes: int) -> None:

@@ -1,10 +1,34 @@
-"""`infinity export` writes a checkpoint as a Hugging Face folder; `infinity import-deepspeed` reads DeepSpeed's."""
+"""`infinity export` writes a checkpoint as a Hugging Face folder; `infinity import-deepspeed` reads DeepSpeed's.
+
+`infinity resume`: resumes a durable run by the command line that trained it last.
+"""
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from infinity.cli.console import USAGE, check_one_of, fail, one_line_errors, printable, progress, say, size_of
+import typer
+
+from infinity.cli.console import (
+    FAILED,
+    USAGE,
+    check_one_of,
+    fail,
+    note,
+    one_line_errors,
+    printable,
+    progress,
+    say,
+    say_json,
+    size_of,
+)
+from infinity.durable.condition import Condition, check_idle, condition, owned
+from infinity.errors import InfinityError
 
 
 def run_export(
@@ -22,7 +46,7 @@ def run_export(
         fail("--max-shard-size must be more than 0 bytes", USAGE)
     with one_line_errors():
         from infinity.checkpoint.export import DTYPES, export
-        from infinity.observe.units import counted, show_bytes
+        from infinity.sizes import counted, show_bytes
 
         if dtype is not None:
             check_one_of("--dtype", dtype, list(DTYPES))
@@ -46,8 +70,8 @@ def run_import(checkpoint: Path, out: Path, tag: str | None, optimizer: str | No
     """Run the command; see its help."""
     with one_line_errors():
         from infinity.deepspeed.importer.convert import import_deepspeed
-        from infinity.observe.units import counted, show_bytes
         from infinity.rules import RULES
+        from infinity.sizes import counted, show_bytes
 
         if optimizer is not None:
             check_one_of("--optimizer", optimizer, [rule.type for rule in RULES.values()])
@@ -56,3 +80,82 @@ def run_import(checkpoint: Path, out: Path, tag: str | None, optimizer: str | No
         files = [file for file in folder.iterdir() if file.is_file()]
         size = sum(file.stat().st_size for file in files)
         say(f"{printable(folder)}: {counted(len(files), 'file')}, {show_bytes(size)}")
+
+
+def run(folder: Path, check: bool, as_json: bool) -> None:
+    """Run the command; see its help. Returns only with `check`."""
+    if as_json and not check:
+        fail("--json describes the result of --check: pass both", USAGE)
+    folder = folder.absolute()
+    with one_line_errors():
+        try:
+            with owned(folder) as held:
+                check_idle(folder)
+                found = condition(held, folder, verify=check)
+        except InfinityError as error:
+            fail(error, USAGE)
+    if check:
+        _show(found, as_json=as_json)
+        raise typer.Exit(0 if found.is_intact else FAILED)
+    with one_line_errors():
+        _check_place(found, folder)
+        _execute(found)
+
+
+def _show(found: Condition, *, as_json: bool) -> None:
+    if found.absent:
+        note(f"{_ranks(found.absent)}: no files on this machine; check the run on the machines that have them")
+    for fault in found.faults:
+        note(fault)
+    if not found.proves:
+        note(f"run {printable(found.run)} was written by an older Infinity, whose records do not prove their states")
+    if as_json:
+        say_json({"run": found.run, "step": found.step, "ranks": found.ranks, "intact": found.is_intact})
+        return
+    is_empty = found.step is None and not found.faults
+    none = "no step is committed" if is_empty else "no committed step can be read"
+    step = none if found.step is None else f"step {found.step:,} is the last committed one"
+    state = "intact" if found.is_intact else "nothing to resume from" if is_empty else "not intact"
+    say(
+        f"run {printable(found.run)}, {_ranks(range(found.ranks))}: {step}; {state}",
+        f"command, in {printable(found.folder)}: {printable(shlex.join(found.command))}",
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _check_place(found: Condition, folder: Path) -> None:
+    """Fail for a copy of a run, since the command trains the folder that was copied."""
+    try:
+        is_copy = bool(found.written_in) and not os.path.samefile(found.written_in, folder)
+    except OSError:
+        is_copy = True
+    if is_copy:
+        where = printable(found.written_in)
+        fail(
+            f"{folder} is a copy of a run in {where}, which its command trains: move it there, or start the command "
+            "with a config that names the copy (nvme_path, infinity.run)",
+            USAGE,
+        )
+
+
+def _execute(found: Condition) -> None:
+    """Print the command and replace this process with it."""
+    if not found.command:
+        fail(f"the manifest of run {found.run} names no command: start it with the command that began it", USAGE)
+    if not os.path.isdir(found.folder):
+        fail(f"the working directory {found.folder} does not exist any more: create it, or start the run anew", USAGE)
+    os.chdir(found.folder)
+    os.environ["PWD"] = found.folder
+    program = shutil.which(found.command[0])
+    if program is None:
+        fail(f"{found.command[0]}, the program of the run, does not exist any more: {shlex.join(found.command)}", USAGE)
+    note(f"in {found.folder}: {shlex.join(found.command)}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execv(program, found.command)
+    except (OSError, ValueError) as error:
+        fail(f"{found.command[0]} cannot be executed: {getattr(error, 'strerror', None) or error}", USAGE)

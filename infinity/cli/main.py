@@ -263,7 +263,7 @@ def resume(
     committed step, its number of ranks, and whether the record of each rank
     matches its states. It exits with 0 if so, and with 1 otherwise.
     """
-    from infinity.cli.resume import run
+    from infinity.cli.convert import run
 
     run(folder, check, as_json)
 

@@ -15,18 +15,27 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from infinity.cli.console import FAILED, fail, one_line_errors, printable, say, say_json, size_of, warnings_as_notes
-from infinity.cli.paths import check_output, write_output
+from infinity.cli.console import (
+    FAILED,
+    check_output,
+    fail,
+    one_line_errors,
+    printable,
+    say,
+    say_json,
+    size_of,
+    warnings_as_notes,
+    write_output,
+)
 from infinity.config import Config
 from infinity.observe.timeline import LANES
-from infinity.observe.units import counted, show_bytes, show_count
-from infinity.sim.gpt2 import GPT2Config
+from infinity.sim.gpt2 import GPT2Config, PlannedModel, gpt2, of_transformers
 from infinity.sim.machine import Links, Machine
 from infinity.sim.measured import MeasuredTimes
-from infinity.sim.models import PlannedModel, gpt2, of_transformers
 from infinity.sim.needs import KINDS, memory_name
 from infinity.sim.planner import Prediction, largest, predict
 from infinity.sim.simulate import Simulation
+from infinity.sizes import counted, show_bytes, show_count
 from infinity.tier_kind import TierKind
 
 _DEFAULT_BATCH = 8

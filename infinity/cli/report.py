@@ -17,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from infinity import __version__
-from infinity.cli.console import printable
-from infinity.cli.paths import file_system, in_memory
+from infinity.cli.console import file_system, in_memory, printable
 from infinity.errors import InfinityError, StorageError
-from infinity.observe.units import show_bytes
-from infinity.sizes import format_size
+from infinity.sizes import format_size, show_bytes
 
 Facts = dict[str, dict[str, Any]]
 """Section → name → value, of JSON types. A failed section, or a failed value, is a dict with the key "error"."""

@@ -12,15 +12,14 @@ from typing import NoReturn
 import typer
 
 from infinity.cli.console import FAILED, USAGE, check_one_of, fail, note, one_line_errors
-from infinity.deepspeed.launcher.commands import Kind, Program
-from infinity.deepspeed.launcher.hosts import Host, parse_hostfile
+from infinity.deepspeed.launcher.flags import Kind, Program
 from infinity.deepspeed.launcher.runner import (
     DEEPSPEED_ENVIRONMENT_NAME,
     DEEPSPEED_ENVIRONMENT_PATHS,
     DLTS_HOSTFILE,
     read_exports,
 )
-from infinity.deepspeed.launcher.translate import Launch, Machine, Request, translate
+from infinity.deepspeed.launcher.translate import Host, Launch, Machine, Request, parse_hostfile, translate
 from infinity.errors import ConfigError
 
 ALL = -1

@@ -12,11 +12,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from infinity.cli.console import GRID, INK, MUTED, USAGE, fail, one_line_errors, printable, say, say_json
-from infinity.cli.paths import check_output
+from infinity.cli.console import GRID, INK, MUTED, USAGE, check_output, fail, one_line_errors, printable, say, say_json
 from infinity.cli.trace_file import Trace, read_trace
 from infinity.observe.timeline import LANES, Interval, seconds, union
-from infinity.observe.units import show_bytes
+from infinity.sizes import show_bytes
 from infinity.tier_kind import TierKind
 
 _SHORT = 1.0

@@ -10,7 +10,7 @@ from typing import Any
 from infinity.errors import UsageError
 from infinity.inputs import parse_json, read_input
 from infinity.observe.timeline import LANES, Sample, Span, StepSpan
-from infinity.observe.units import counted
+from infinity.sizes import counted
 from infinity.tier_kind import TierKind
 
 _LARGEST_FILE = 1 << 30

@@ -22,10 +22,10 @@ from infinity import concurrency
 from infinity.comm.agreement.announcements import Announcement, Operation, flag_words, pack_flags, unpack_flags
 from infinity.comm.agreement.announcer import Announcer
 from infinity.comm.agreement.comparison import disagreement
+from infinity.comm.dtensor import TensorParallelMesh
 from infinity.comm.groups import Group, OnDevice, backend_of, data_parallel, destroy_group, duplicate_group
 from infinity.comm.liveness.heartbeat import RANK_TIMEOUT
 from infinity.comm.liveness.heartbeats import Heartbeats
-from infinity.comm.model_parallel import TensorParallelMesh
 from infinity.comm.pairs import PairwiseCollectives
 from infinity.comm.thread import CollectiveThread
 from infinity.errors import RanksError
@@ -33,7 +33,7 @@ from infinity.inputs import number_of
 from infinity.plan.layout import UnitLayout
 from infinity.plan.policy import RankInfo
 from infinity.plan.pools import largest_sum
-from infinity.sums import sum_in_order
+from infinity.sizes import sum_in_order
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.transfer import Transfer, run_on
 

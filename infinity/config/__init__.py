@@ -3,9 +3,8 @@
 The keys are DeepSpeed's, and one section `infinity`; docs/config.md lists them.
 """
 
-from infinity.config.auto import Fill, hidden_size_of
 from infinity.config.batch import Batch
-from infinity.config.draft import Dialect, Notes
+from infinity.config.draft import Dialect, Fill, Notes, hidden_size_of
 from infinity.config.infinity import Infinity
 from infinity.config.load import read_content
 from infinity.config.optimization import (

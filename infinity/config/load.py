@@ -12,11 +12,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from infinity.config.auto import Fill
 from infinity.config.deepspeed.translate import translate
-from infinity.config.draft import Dialect, Notes
-from infinity.config.keys import walk
-from infinity.config.problems import problems
+from infinity.config.draft import Dialect, Fill, Notes
+from infinity.config.problems import problems, walk
 from infinity.errors import ConfigError
 from infinity.inputs import check_depth, parse_json, read_input, without_duplicates
 

@@ -1,7 +1,9 @@
 """The configuration's top level.
 
-Each key is declared once, here or in `storage`, `infinity`, `precision`, `optimization` and `monitors`, with its
+Each key is declared once, here or in `storage`, `infinity`, `precision` and `optimization`, with its
 type, default, bounds and documentation. docs/config.md is generated from these declarations.
+
+Sections `tensorboard`, `wandb`, `csv_monitor` and `flops_profiler`: reports of training, written by rank 0.
 """
 
 from __future__ import annotations
@@ -12,16 +14,76 @@ from typing import Any, Literal
 
 from pydantic import PrivateAttr, model_validator
 
-from infinity.config.auto import Fill
 from infinity.config.batch import Batch, resolve_batch
-from infinity.config.draft import Dialect, Notes
-from infinity.config.fields import Count, CountOrZero, DType, Number, Section, Switch
+from infinity.config.draft import Dialect, Fill, Notes
+from infinity.config.fields import Count, CountOrZero, Depth, DType, Number, Section, Switch
 from infinity.config.infinity import Infinity
 from infinity.config.load import load_config
-from infinity.config.monitors import CSVMonitor, FlopsProfiler, TensorBoard, WandB
 from infinity.config.optimization import SECTIONS, Optimizer, Scheduler
 from infinity.config.precision import BF16, FP16, DataTypes, TorchAutocast
 from infinity.config.storage import Aio, ZeroOptimization
+
+
+class Monitor(Section):
+    """Base of the monitors."""
+
+    enabled: Switch = False
+    """Write the loss, the learning rate and the loss scale of every step."""
+
+
+class TensorBoard(Monitor):
+    """TensorBoard. Needs the package `tensorboard`."""
+
+    output_path: str = ""
+    """Folder of the event files; by default the working directory."""
+
+    job_name: str = "DeepSpeedJobName"
+    """Folder of this run in `output_path`."""
+
+
+class WandB(Monitor):
+    """Weights & Biases. Needs the package `wandb`."""
+
+    group: str | None = None
+    """Group of runs."""
+
+    team: str | None = None
+    """Team that owns the run."""
+
+    project: str = "deepspeed"
+    """Project of the run."""
+
+
+class CSVMonitor(Monitor):
+    """Files of comma-separated values."""
+
+    output_path: str = ""
+    """Folder of the files; by default the working directory."""
+
+    job_name: str = "DeepSpeedJobName"
+    """Folder of this run in `output_path`."""
+
+
+class FlopsProfiler(Section):
+    """Count of the operations of one forward."""
+
+    enabled: Switch = False
+    """Count the floating-point operations of one forward, and log them."""
+
+    profile_step: CountOrZero = 1
+    """Number of steps before the one whose first forward is counted."""
+
+    module_depth: Depth = -1
+    """Depth of the module tree down to which the classes with the most operations are listed; -1: all of it."""
+
+    top_modules: Count = 1
+    """Number of classes listed for each depth."""
+
+    detailed: Switch = True
+    """List every module with operations, too."""
+
+    output_file: str | None = None
+    """File that gets the report instead of the log."""
 
 
 class Config(Section):

@@ -3,7 +3,9 @@ training.
 
 A model built on the meta device is initialised here. Each unit's modules get real parameters on the host, which are
 initialised, moved to their tier and released before the next unit. Parameters with a source
-(`infinity.construction.sources`) are read from it instead; each rank reads its shard.
+(`infinity.construction.materialize`) are read from it instead; each rank reads its shard.
+
+Registry of sources that parameters on the meta device are read from. Filled before the engine is made.
 """
 
 from __future__ import annotations
@@ -12,9 +14,11 @@ import hashlib
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from typing import Protocol
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.comm.dtensor import is_distributed
 from infinity.construction.initialize import (
@@ -29,13 +33,44 @@ from infinity.construction.initialize import (
     seeded,
 )
 from infinity.construction.replay import FIX, Replay, check_reproducible, name_of, stand_ins
-from infinity.construction.sources import Source, is_loaded, source_of
 from infinity.errors import ModelError
 from infinity.model.hooks import UnitParameters
 from infinity.plan.layout import UnitLayout
-from infinity.units.records import Flats, flat_tensor
 from infinity.units.released import is_released
+from infinity.units.states import Flats, flat_tensor
 from infinity.units.unit import placeholder
+
+
+class Source(Protocol):
+    """Reader of one parameter's values."""
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Return elements [start, stop) of the flattened parameter: (stop - start,), on the host, in any dtype."""
+        ...
+
+
+# Keyed by the parameter itself, since its name changes when its model becomes part of another module.
+_sources = WeakIdKeyDictionary()
+_loaded = WeakIdKeyDictionary()
+
+
+def note_source(parameter: nn.Parameter, source: Source) -> None:
+    """Register `source` as the origin of the values of `parameter`, which is on the meta device."""
+    _sources[parameter] = source
+
+
+def source_of(parameter: nn.Parameter) -> Source | None:
+    found: Source | None = _sources.get(parameter)
+    return found
+
+
+def note_loaded(buffer: torch.Tensor) -> None:
+    """Mark `buffer` as loaded: initialising its module must not change it."""
+    _loaded[buffer] = True
+
+
+def is_loaded(buffer: torch.Tensor) -> bool:
+    return buffer in _loaded
 
 
 def check_values(model: nn.Module) -> None:

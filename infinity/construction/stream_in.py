@@ -11,16 +11,14 @@ from torch import nn
 from infinity.comm.communicator import Communicator
 from infinity.comm.dtensor import is_distributed, local
 from infinity.construction.init_context import check_kept
-from infinity.construction.materialize import Materializer, empty_states, put, read_shard
-from infinity.construction.sources import source_of
+from infinity.construction.materialize import Materializer, empty_states, put, read_shard, source_of
 from infinity.errors import RanksError
 from infinity.model.remote import is_remote, plain
 from infinity.plan.layout import UnitLayout
 from infinity.tiers.memory import return_freed_memory
 from infinity.units.binding import unbind
 from infinity.units.discover import UnitParameters
-from infinity.units.records import Flats
-from infinity.units.states import UnitStates
+from infinity.units.states import Flats, UnitStates
 from infinity.units.unit import Unit
 
 

@@ -70,7 +70,7 @@ class _Finder:
         if not fullname.startswith(f"{_ROOT}."):
             return None
         # Here, since `import infinity.deepspeed` imports no submodule.
-        return import_module(f"{_ROOT}.mirror").find_spec(fullname.removeprefix(f"{_ROOT}."))
+        return import_module(f"{_ROOT}.substitute").find_spec(fullname.removeprefix(f"{_ROOT}."))
 
 
 sys.meta_path.append(_Finder)
@@ -82,7 +82,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"{_ROOT}.{_MODULES[name]}")
     if name not in _HOMES:
-        alternative = import_module(f"{_ROOT}.absent").alternative(name)
+        alternative = import_module(f"{_ROOT}.tree").alternative(name)
         raise AttributeError(alternative or f"module {_ROOT!r} has no attribute {name!r}")
     home, _, attribute = _HOMES[name].rpartition(".")
     return getattr(import_module(f"{_ROOT}.{home}"), attribute)

@@ -13,9 +13,8 @@ from torch import Tensor
 from infinity.errors import StorageError, UsageError
 from infinity.native import _aio
 from infinity.tiers.files import alignment, whole
-from infinity.tiers.io import open_engine, register
+from infinity.tiers.io import UserFile, open_engine, register
 from infinity.tiers.memory import before_unmapping, host_tensor
-from infinity.tiers.user_files import UserFile
 
 _SMALLEST_BLOCK = 4096
 _SECTOR = 512

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from infinity.deepspeed.checks import config_checks
 from infinity.deepspeed.engine_names import GETTERS, Reads, read
-from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
+from infinity.deepspeed.settings import config_checks, make_config, read_settings, without_auto_schedule
 from infinity.errors import ConfigError
 from infinity.inputs import number_of
 from infinity.rules import RULES

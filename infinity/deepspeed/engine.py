@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from infinity.deepspeed.checks import FailedUsageCheck, usage_checks
 from infinity.deepspeed.engine_names import GETTERS, REFUSED, read
 from infinity.deepspeed.module import on_copies
+from infinity.deepspeed.settings import FailedUsageCheck, usage_checks
 from infinity.deepspeed.states import SavingEngine
 from infinity.deepspeed.zero_init import DeepSpeedZeRoOffload
 from infinity.engine.base import BaseEngine
@@ -25,7 +25,7 @@ from infinity.engine.reports import monitor_of
 from infinity.errors import UsageError
 from infinity.observe.monitor import Monitor
 from infinity.rules import RULES
-from infinity.units.modes import in_derivative
+from infinity.units.compiled import in_derivative
 
 ROUTE_TRAIN = "train"
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from infinity.deepspeed.checks import WrongValue
 from infinity.deepspeed.comm import get_rank
+from infinity.deepspeed.settings import WrongValue
 from infinity.observe.log import logger as logger
 
 

@@ -11,21 +11,27 @@ from torch import nn
 
 import infinity.deepspeed as root
 import infinity.engine.initialize as engines
-from infinity.deepspeed.absent import TENSOR_PARALLEL
 from infinity.deepspeed.built import forget
-from infinity.deepspeed.checks import FailedModelCheck, config_checks
 from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.front_ends import check_processes
 from infinity.deepspeed.helpers import log_dist
 from infinity.deepspeed.module import EngineModule
 from infinity.deepspeed.parameter_names import answer
-from infinity.deepspeed.settings import in_dtype_of, make_config, read_settings, tag_validation
+from infinity.deepspeed.settings import (
+    FailedModelCheck,
+    config_checks,
+    in_dtype_of,
+    make_config,
+    read_settings,
+    tag_validation,
+)
+from infinity.deepspeed.tree import TENSOR_PARALLEL
 from infinity.deepspeed.zero_init import outside_of_init
 from infinity.engine import schedules
 from infinity.engine.arguments import add_config_arguments, check_mpu, config_source
 from infinity.engine.base import BaseEngine, open_engines
-from infinity.engine.optimizer import ParamGroups
+from infinity.engine.optimizer.unit_optimizer import ParamGroups
 from infinity.engine.schedules.client import RateScheduler
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, ModelError

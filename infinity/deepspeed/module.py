@@ -12,7 +12,7 @@ from infinity.engine.base import BaseEngine
 from infinity.errors import OutOfMemoryError, UsageError
 from infinity.observe.log import logger
 from infinity.plan.placement import State
-from infinity.units.modes import outside_modes
+from infinity.units.compiled import outside_modes
 
 _Self = TypeVar("_Self", bound="EngineModule")
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from infinity.deepspeed import comm
-from infinity.deepspeed.absent import EXPERTS, SEQUENCE
+from infinity.deepspeed.tree import EXPERTS, SEQUENCE
 from infinity.errors import ConfigError, UsageError
 
 

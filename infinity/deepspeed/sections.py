@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from infinity.config.precision import BF16, FP16
-from infinity.deepspeed.checks import FailedConfigCheck
 from infinity.deepspeed.engine_names import GETTERS, OffloadDeviceEnum
+from infinity.deepspeed.settings import FailedConfigCheck
 from infinity.observe.log import logger
 
 

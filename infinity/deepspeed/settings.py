@@ -1,10 +1,14 @@
-"""Reads DeepSpeed's configs: from arguments, a dict or a file, with DeepSpeed's defaults."""
+"""Reads DeepSpeed's configs: from arguments, a dict or a file, with DeepSpeed's defaults.
+
+Errors where DeepSpeed has an `assert` or raises a ValueError, for scripts that catch these.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +17,7 @@ import torch
 from torch import nn
 
 from infinity.deepspeed.engine_names import Reads, read
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import ConfigError, ModelError, RanksError, StorageError, UsageError
 from infinity.observe.log import logger
 
 if TYPE_CHECKING:
@@ -101,3 +105,44 @@ def _resident(model: nn.Module) -> dict[str, Any]:
     """Return keys of section `infinity` that keep all parameters of `model` readable between steps."""
     nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     return {"cache_bytes": 2 * nbytes + (1 << 20), "update": "after_backward"}
+
+
+class FailedConfigCheck(ConfigError, AssertionError):
+    """A ConfigError, and an AssertionError as in DeepSpeed."""
+
+
+class FailedModelCheck(ModelError, AssertionError):
+    """A ModelError, and an AssertionError as in DeepSpeed."""
+
+
+class FailedRanksCheck(RanksError, AssertionError):
+    """A RanksError, and an AssertionError as in DeepSpeed."""
+
+
+class FailedUsageCheck(UsageError, AssertionError):
+    """A UsageError, and an AssertionError as in DeepSpeed."""
+
+
+class WrongValue(UsageError, ValueError):
+    """A UsageError, and a ValueError as in DeepSpeed."""
+
+
+@contextmanager
+def usage_checks() -> Iterator[None]:
+    """Raise a UsageError of the block as FailedUsageCheck."""
+    try:
+        yield
+    except UsageError as error:
+        raise FailedUsageCheck(str(error)) from error
+
+
+@contextmanager
+def config_checks() -> Iterator[None]:
+    """Raise a ConfigError of the block as FailedConfigCheck."""
+    problems: tuple[str, ...] = ()
+    try:
+        yield
+    except ConfigError as error:
+        problems = error.problems
+    if problems:
+        raise FailedConfigCheck(problems)

@@ -12,10 +12,9 @@ from torch import nn
 from infinity.checkpoint.format import LATEST, names_of_buffers
 from infinity.comm.agreement.announcements import Operation
 from infinity.deepspeed.checkpoint_files import write_script
-from infinity.deepspeed.checks import FailedRanksCheck, WrongValue
 from infinity.deepspeed.engine_names import OffloadDeviceEnum, OffloadStateTypeEnum, Reads, read
 from infinity.deepspeed.reports import ReportingEngine
-from infinity.deepspeed.settings import tag_validation
+from infinity.deepspeed.settings import FailedRanksCheck, WrongValue, tag_validation
 from infinity.engine.base import BaseEngine
 from infinity.engine.gather import set_full_fp32_param
 from infinity.engine.inference import InferenceEngine

@@ -21,8 +21,8 @@ from infinity.plan.io import Durable
 from infinity.tier_kind import TierKind
 from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableTier
-from infinity.tiers.named import MisplacedError
 from infinity.tiers.slab import SlabTier
+from infinity.tiers.space import MisplacedError
 from infinity.tiers.transfer import Promise, Transfer
 from infinity.update.job import UpdateProgress
 

@@ -46,7 +46,7 @@ _LARGEST = 1 << 34
 
 @dataclass(frozen=True)
 class Progress:
-    """Counters, hyper-parameters and schedules after a step, as `infinity.checkpoint.parts.Run` has them."""
+    """Counters, hyper-parameters and schedules after a step, as `infinity.checkpoint.snapshot.Run` has them."""
 
     global_steps: int
     skipped_steps: int

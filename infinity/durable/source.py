@@ -32,7 +32,7 @@ from infinity.nn.pieces import Piece
 from infinity.observe.log import logger
 from infinity.plan.formats import StateKind
 from infinity.tiers.open_tiers import states_in
-from infinity.units.records import Flats
+from infinity.units.states import Flats
 from infinity.units.unit import Unit
 
 T = TypeVar("T")

@@ -17,12 +17,10 @@ from torch import nn
 from infinity.checkpoint.format import aliases_of_buffers, persistent_buffers
 from infinity.comm.agreement.announcements import Announcement, Operation
 from infinity.comm.communicator import Communicator
-from infinity.engine.buffers import cast_buffers
-from infinity.engine.collected import end_collected
 from infinity.engine.describe import describe
 from infinity.engine.parts import EngineParts
-from infinity.engine.precision import ForwardPrecision
-from infinity.engine.restore import restoring
+from infinity.engine.precision import ForwardPrecision, cast_buffers
+from infinity.engine.restore import end_collected, restoring
 from infinity.errors import RanksError, StorageError, UsageError
 from infinity.interrupts import ForcedInterrupt
 from infinity.model.hooks import ModelHooks

@@ -1,17 +1,27 @@
-"""Resolves `infinity.memory` to the bytes of one rank: `auto`, and a node's bytes over its ranks."""
+"""Resolves `infinity.memory` to the bytes of one rank: `auto`, and a node's bytes over its ranks.
+
+Plans an engine from facts alone: a model, possibly on the meta device, and descriptions of ranks and device.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
 
 from infinity.comm.agreement.comparison import config_in_common
 from infinity.errors import ConfigError
 from infinity.plan.budget import Budget
+from infinity.plan.plan import Plan, make_plan
+from infinity.plan.policy import DeviceInfo, RankInfo, compute_dtype
 from infinity.tiers.available import available_memory
 from infinity.tiers.files import check_folder
+from infinity.units.discover import ModelUnits, discover_model, unit_size_of
 
 if TYPE_CHECKING:
     from infinity.comm.communicator import Communicator
@@ -63,3 +73,26 @@ def free_nvme(folders: list[str]) -> int:
         check_folder(Path(folder))
     free = {os.stat(folder).st_dev: shutil.disk_usage(folder).free for folder in folders}
     return sum(free.values())
+
+
+def plan_units(
+    model: nn.Module,
+    config: Config,
+    groups: Sequence[dict[str, object]],
+    ranks: RankInfo,
+    device: DeviceInfo,
+    budget: Budget,
+    *,
+    train: bool = True,
+    dtype: torch.dtype | None = None,
+    copies: Callable[[nn.Parameter], int] = lambda _: 1,
+) -> tuple[ModelUnits, Plan]:
+    """Discover the units of `model` and plan its engine, on this machine or any other. Allocates nothing.
+
+    copies: as of `discover_model`. Other arguments: as of `make_plan`.
+    """
+    compute = dtype or compute_dtype(config)
+    width = compute.itemsize if compute is not None else None
+    unit_size = unit_size_of(config.infinity.unit_size, model, width, device.usable)
+    units = discover_model(model, unit_size, groups, dtype=compute, copies=copies)
+    return units, make_plan(config, units.discovered, ranks, device, budget=budget, train=train, dtype=dtype)

@@ -9,16 +9,16 @@ from typing import Any
 from infinity.checkpoint.background import Saving
 from infinity.checkpoint.format import Index
 from infinity.checkpoint.load import Loading
-from infinity.checkpoint.parts import Run
-from infinity.checkpoint.plain import from_plain, to_plain
 from infinity.checkpoint.save import save
+from infinity.checkpoint.snapshot import Run
 from infinity.comm.agreement.announcements import Operation
 from infinity.durable.record import Progress
 from infinity.durable.source import check_no_run, check_no_tag, open_saved
 from infinity.engine.base import BaseEngine
 from infinity.engine.durable import DurableSteps, client_state_of, restore_generators
-from infinity.engine.loss_scale import LossScale
-from infinity.engine.optimizer import UnitOptimizer
+from infinity.engine.optimizer.loss_scale import LossScale
+from infinity.engine.optimizer.state_dict import from_plain, to_plain
+from infinity.engine.optimizer.unit_optimizer import UnitOptimizer
 from infinity.engine.parts import UpdateParts
 from infinity.engine.schedules.client import RateScheduler
 from infinity.engine.weights_file import save_weights

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from infinity.engine.gather import set_full_fp32_param
-from infinity.engine.optimizer import HandedOver, ParamGroups
-from infinity.engine.optimizer_state import check_state_dict, hyper_of
+from infinity.engine.optimizer.state_dict import check_state_dict, hyper_of
+from infinity.engine.optimizer.unit_optimizer import HandedOver, ParamGroups
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, UsageError
 from infinity.optim.cpu_adam import join_master

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from infinity.observe.units import counted, show_bytes
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
+from infinity.sizes import counted, show_bytes
 from infinity.tier_kind import TierKind
 
 _HEAD = ("unit", "parameters", "dtype", "param", "gradient", "master and moments")

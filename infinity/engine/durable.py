@@ -14,8 +14,8 @@ from infinity.checkpoint import rng
 from infinity.checkpoint.committed import Committed
 from infinity.checkpoint.format import buffers_in_memory
 from infinity.checkpoint.load import match_buffers
-from infinity.checkpoint.parts import Run
 from infinity.checkpoint.save import pack_client_state
+from infinity.checkpoint.snapshot import Run
 from infinity.comm.communicator import Communicator
 from infinity.comm.side import SideChannel
 from infinity.durable.commits import Commits, Step

@@ -30,7 +30,7 @@ from infinity.optim.moments import convert_moment, fp32_moment, rounding_key
 from infinity.plan.formats import StateKind
 from infinity.rules import RULES
 from infinity.units.binding import adopt_assigned
-from infinity.units.records import Flats
+from infinity.units.states import Flats
 from infinity.units.unit import Unit
 
 __all__ = [

@@ -11,8 +11,8 @@ from torch import nn
 
 from infinity.checkpoint.background import Saver
 from infinity.checkpoint.load import load_parameters
-from infinity.checkpoint.parts import Run
 from infinity.checkpoint.save import save
+from infinity.checkpoint.snapshot import Run
 from infinity.comm.agreement.announcements import Operation
 from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group

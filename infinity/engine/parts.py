@@ -26,9 +26,8 @@ from infinity.schedule.schedule import Schedule
 from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
-from infinity.tiers.passing import PassingTier
-from infinity.tiers.passing_space import PassingSpace
-from infinity.tiers.pools import Pools
+from infinity.tiers.open_tiers import Pools
+from infinity.tiers.passing import PassingSpace, PassingTier
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from infinity.concurrency import now
 from infinity.errors import UsageError
+from infinity.inputs import replacing
 from infinity.interrupts import exit_on_sigterm
 from infinity.observe.log import logger
 from infinity.observe.recorder import Recorder
 from infinity.observe.recording import Recording
 from infinity.observe.timeline import chrome_trace
-from infinity.outputs import replacing
 from infinity.tier_kind import TierKind
 
 _under_way: set[Path] = set()

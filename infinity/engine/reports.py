@@ -18,7 +18,7 @@ from infinity.observe.clock import ClockLog, Phase, StepClock
 from infinity.observe.ledger import Ledger
 from infinity.observe.log import logger
 from infinity.observe.monitor import CSVFiles, Event, Monitor, TensorBoardFiles, WandBRun, Writer, open_monitor
-from infinity.sums import sum_in_order
+from infinity.sizes import sum_in_order
 from infinity.tiers.device import Device
 from infinity.units.compiled import breaks_graphs, is_compiled
 

@@ -17,7 +17,7 @@ from infinity.schedule.schedule import Schedule
 from infinity.tiers.device import Device
 from infinity.tiers.pool import Lease
 from infinity.units import residents
-from infinity.units.modes import in_derivative, transformed
+from infinity.units.compiled import in_derivative, transformed
 from infinity.units.store import UnitStore
 from infinity.units.unit import Residency, Unit
 

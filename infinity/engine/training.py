@@ -15,11 +15,10 @@ from torch import nn
 from infinity.comm.agreement.announcements import Operation
 from infinity.comm.groups import Group
 from infinity.engine.checkpointing import CheckpointingEngine
-from infinity.engine.grad_norm import GradNorm
-from infinity.engine.loss_check import LossCheck, LossReader, check_scalar
-from infinity.engine.loss_scale import LossScale
-from infinity.engine.offload import offload, reload
-from infinity.engine.optimizer import (
+from infinity.engine.loss_check import FirstBatches, LossCheck, LossReader, check_scalar
+from infinity.engine.optimizer.loss_scale import GradNorm, LossScale
+from infinity.engine.optimizer.tier_states import TierStates
+from infinity.engine.optimizer.unit_optimizer import (
     ParamGroups,
     UnitOptimizer,
     param_groups,
@@ -28,13 +27,10 @@ from infinity.engine.optimizer import (
 )
 from infinity.engine.platform import MACHINE, Platform
 from infinity.engine.reports import Losses, StepFacts, StepReports, monitor_of
-from infinity.engine.same_batches import FirstBatches
-from infinity.engine.schedules.client import RateScheduler, ScheduleArguments
-from infinity.engine.schedules.from_config import make_scheduler
-from infinity.engine.tier_states import TierStates
+from infinity.engine.restore import offload, reload
+from infinity.engine.schedules.client import RateScheduler, ScheduleArguments, make_scheduler
 from infinity.engine.vertical.batches import BatchTrainer, Together
-from infinity.engine.vertical.checks import blocks_of
-from infinity.engine.vertical.draw import LossFunction, draw
+from infinity.engine.vertical.checks import LossFunction, blocks_of, draw
 from infinity.engine.wiring import assemble, plan_model
 from infinity.errors import LifetimeError, NonFiniteError, OutOfSpaceError, UsageError
 from infinity.interrupts import uninterrupted
@@ -46,8 +42,7 @@ from infinity.rules import RULES, Hyper
 from infinity.schedule.step import Call, after_a_failed_backward, changed_during_update, unscaled_loss
 from infinity.tiers.accelerator import default_device
 from infinity.tiers.device import Device
-from infinity.units.compiled import eager, own_name, refuse_compiled_autograd, uncompiled
-from infinity.units.writes import has_backward_hooks
+from infinity.units.compiled import eager, has_backward_hooks, own_name, refuse_compiled_autograd, uncompiled
 
 if TYPE_CHECKING:
     from infinity.config import Config

@@ -20,8 +20,7 @@ from infinity.comm.dtensor import local_gradient
 from infinity.engine.loss_check import LossCheck
 from infinity.engine.runner import Runner
 from infinity.errors import LifetimeError
-from infinity.grads.collector import GradCollector
-from infinity.grads.held import HeldGradients
+from infinity.grads.collector import GradCollector, HeldGradients
 from infinity.grads.store import GradStore
 from infinity.interrupts import uninterrupted
 from infinity.model.backward import BackwardTracker

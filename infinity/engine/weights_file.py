@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from infinity.comm.agreement.announcements import Operation
 from infinity.engine.base import BaseEngine
 from infinity.errors import CheckpointError
+from infinity.inputs import replacing
 from infinity.nn.pieces import Pieces
 from infinity.observe.log import logger
-from infinity.outputs import replacing
 from infinity.units.compiled import own_name
 
 Weights = Iterable[tuple[str, torch.Tensor]]

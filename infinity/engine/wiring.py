@@ -18,12 +18,11 @@ from infinity.activations.store import ActivationStore
 from infinity.checkpoint.tiles import check_tiles
 from infinity.comm.agreement.comparison import groups_in_common, in_common
 from infinity.comm.communicator import Communicator
-from infinity.comm.model_parallel import TensorParallelMesh
+from infinity.comm.dtensor import TensorParallelMesh
 from infinity.durable.run import DurableRun
-from infinity.engine.budget import budget_of
+from infinity.engine.budget import budget_of, plan_units
 from infinity.engine.durable import DurableSteps
 from infinity.engine.parts import EngineParts, UpdateParts, close_memory
-from infinity.engine.planning import plan_units
 from infinity.engine.platform import MACHINE, Platform
 from infinity.engine.precision import warn_of_emulation
 from infinity.engine.profile import Profiler
@@ -49,16 +48,15 @@ from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.nvme import NvmeTier
-from infinity.tiers.passing import PassingTier
-from infinity.tiers.passing_space import PassingSpace
-from infinity.tiers.pools import Pools
+from infinity.tiers.open_tiers import Pools
+from infinity.tiers.passing import PassingSpace, PassingTier
 from infinity.units.discover import ModelUnits
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
-from infinity.update.buffers import UpdateBuffers
 from infinity.update.kernels import Kernels
 from infinity.update.pipeline import UpdatePipeline
+from infinity.update.tiles import UpdateBuffers
 
 if TYPE_CHECKING:
     from infinity.config import Config

@@ -15,13 +15,11 @@ from functools import partial
 import torch
 
 from infinity.comm.communicator import Communicator
-from infinity.grads.buffers import GradBuffers, Sent
-from infinity.grads.pieces import Piece, cut
+from infinity.grads.buffers import GradBuffers, Piece, Sent, StoredPieces, cut
 from infinity.grads.squares import DeviceSquares, Squares
-from infinity.grads.stored import StoredPieces
 from infinity.plan.layout import UnitLayout
 from infinity.plan.pools import PIECE_BYTES
-from infinity.sums import sum_in_order
+from infinity.sizes import sum_in_order
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Together, Transfer
 from infinity.units.unit import Unit

@@ -8,7 +8,7 @@ import torch
 
 from infinity import concurrency
 from infinity.plan.layout import Part
-from infinity.sums import sum_in_order
+from infinity.sizes import sum_in_order
 from infinity.tiers.device import Device
 from infinity.tiers.transfer import Transfer
 from infinity.update.kernels import Kernels

@@ -20,7 +20,7 @@ from infinity.grads.buffers import GradBuffers, Sent
 from infinity.grads.landing import Landing
 from infinity.grads.squares import Squares
 from infinity.plan.placement import State
-from infinity.sums import sum_in_order
+from infinity.sizes import sum_in_order
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import Transfer
 from infinity.units.unit import Unit

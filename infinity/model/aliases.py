@@ -24,8 +24,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from infinity.comm.dtensor import has_storage, local
 from infinity.errors import ModelError
+from infinity.model.added import describe_holder, find_paths, refresh_locals
 from infinity.model.hooks import UnitParameters
-from infinity.model.referrers import describe_holder, find_paths, refresh_locals
 from infinity.model.remote import is_remote
 from infinity.tiers.memory import storage_users
 from infinity.units.released import is_released

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from infinity.model.backward import BackwardTracker
-from infinity.units.modes import outside_modes
+from infinity.units.compiled import outside_modes
 from infinity.units.unit import Unit
 
 

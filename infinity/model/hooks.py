@@ -16,11 +16,19 @@ from torch.utils._pytree import tree_map_only
 
 from infinity.comm.dtensor import unwrapped
 from infinity.errors import UsageError
+from infinity.model.added import StateCopies
 from infinity.model.coming import ComingGradients
-from infinity.model.copies import StateCopies
 from infinity.units import binding, residents
-from infinity.units.compiled import breaks_graphs, eager, exchange_callback, runs_as_it_is, wraps
-from infinity.units.modes import is_refused_derivative, refused_derivative, transformed
+from infinity.units.compiled import (
+    breaks_graphs,
+    eager,
+    exchange_callback,
+    is_refused_derivative,
+    refused_derivative,
+    runs_as_it_is,
+    transformed,
+    wraps,
+)
 from infinity.units.residents import Fetcher
 from infinity.units.unit import Residency, Unit
 

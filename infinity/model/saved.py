@@ -19,14 +19,13 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from infinity.activations.room import Alias
 from infinity.activations.store import ActivationStore, SavedActivation
-from infinity.activations.stored import Alias
 from infinity.comm.dtensor import is_distributed, is_plain, local, of_spec, spec_of
 from infinity.errors import LifetimeError
-from infinity.model.topmost import topmost_hooks
+from infinity.model.backward import topmost_hooks
 from infinity.units import binding, residents
-from infinity.units.compiled import eager
-from infinity.units.modes import outside_modes
+from infinity.units.compiled import eager, outside_modes
 from infinity.units.released import own_type, version_of
 from infinity.units.residents import Fetcher, Owner
 from infinity.units.unit import placeholder

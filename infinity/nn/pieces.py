@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from infinity.comm.side import Place
-from infinity.model.copies import StateCopies
+from infinity.model.added import StateCopies
 from infinity.units.compiled import own_name
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.construction.sources import Source, note_source, source_of
+from infinity.construction.materialize import Source, note_source, source_of
 from infinity.errors import UsageError
 from infinity.nn.pieces import Piece, Tiled
 from infinity.plan.formats import BLOCK

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from infinity.observe.units import show_count, show_flops
+from infinity.sizes import show_count, show_flops
 
 _T = TypeVar("_T")
 

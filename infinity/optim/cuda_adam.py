@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from infinity.native.cuda import available, why_not
-from infinity.optim.native_args import DTYPES, address_of, update_arguments
+from infinity.optim.cpu_adam import DTYPES, address_of, update_arguments
 from infinity.rules import Hyper
 
 __all__ = ["available", "join_master", "split_master", "sum_of_squares", "sums_of_squares", "update_flat", "why_not"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from infinity.observe.units import show_bytes
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.plan.pools import ACTIVATIONS, COLLECTIVES, GRADIENT_TILES, READ_AHEAD, STAGING, TILES, UNITS
+from infinity.sizes import show_bytes
 from infinity.tier_kind import TierKind
 
 _KEYS = {

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from infinity.errors import InfinityError, ModelError, UsageError
-from infinity.observe.units import show_bytes
 from infinity.plan.placement import State
 from infinity.sim.needs import Needs, kept_by_auto
 from infinity.sim.simulate import Simulation
+from infinity.sizes import show_bytes
 
 if TYPE_CHECKING:
     from infinity.config import Config

@@ -16,9 +16,9 @@ from infinity.plan.policy import DeviceInfo
 from infinity.sim.clock import Clock, Record, lane_of
 from infinity.sim.lanes import Stream
 from infinity.tiers.device import CpuDevice, Device
-from infinity.tiers.fingerprint import Fingerprint
+from infinity.tiers.digests import Fingerprint
 from infinity.tiers.transfer import DONE, Fingerprinted, Transfer
-from infinity.units.modes import outside_modes
+from infinity.units.compiled import outside_modes
 
 META = torch.device("meta")
 _HOST = CpuDevice()

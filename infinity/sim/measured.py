@@ -16,7 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from infinity.tiers.available import available_memory, cache_bytes
-from infinity.units.modes import outside_modes
+from infinity.units.compiled import outside_modes
 
 PART_OF_MEMORY = 4
 """Divisor of the free memory. An operation whose operands and results take a larger part is not executed."""

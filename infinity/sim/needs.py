@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.engine.budget import host_share
-from infinity.observe.units import show_bytes
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.plan.shortage import Exceeded, exceeded, smaller_buffers
 from infinity.sim.machine import Machine
+from infinity.sizes import show_bytes
 from infinity.tier_kind import TierKind
 
 KINDS = ("params", "gradients", "optimizer", "activations", "buffers")

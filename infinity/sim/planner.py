@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from infinity.engine.optimizer import param_groups
-from infinity.engine.planning import plan_units
+from infinity.engine.budget import plan_units
+from infinity.engine.optimizer.unit_optimizer import param_groups
 from infinity.errors import ConfigError
 from infinity.observe.timeline import LANES
 from infinity.plan.plan import Plan
 from infinity.plan.policy import compute_dtype
 from infinity.sim.advice import Wear, faster, longer, split_updates, wear_of, whole_step
 from infinity.sim.device import DeviceFacts, Times
+from infinity.sim.gpt2 import PlannedModel
 from infinity.sim.machine import Links, Machine
-from infinity.sim.models import PlannedModel
 from infinity.sim.needs import Needs, Savings, advice, needs_of
 from infinity.sim.ranks import Ranks
 from infinity.sim.simulate import Simulation, simulate

@@ -12,7 +12,7 @@ import torch
 from infinity import concurrency
 from infinity.comm.agreement.announcements import Announcement, Operation
 from infinity.comm.communicator import Communicator, Traffic
-from infinity.comm.model_parallel import TensorParallelMesh
+from infinity.comm.dtensor import TensorParallelMesh
 from infinity.plan.layout import UnitLayout
 from infinity.plan.pools import largest_sum
 from infinity.sim.clock import Clock

@@ -23,7 +23,7 @@ from infinity.observe.recorder import Recorder
 from infinity.observe.recording import Stamp
 from infinity.plan.policy import DeviceInfo
 from infinity.tiers.available import available_memory, update_processors
-from infinity.tiers.fingerprint import Fingerprint
+from infinity.tiers.digests import Fingerprint
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import DONE, Fingerprinted, Transfer
 

@@ -31,8 +31,7 @@ from types import TracebackType
 from infinity.errors import StorageError
 from infinity.native import _aio
 from infinity.plan.io import LARGEST_CHUNK, ranges, shares
-from infinity.tiers.named import check_named
-from infinity.tiers.space import FULL, Range, file_system_of, names, punch, require, reserve
+from infinity.tiers.space import FULL, Range, check_named, file_system_of, names, punch, require, reserve
 
 __all__ = ["SwapFile", "open_swap_files"]
 

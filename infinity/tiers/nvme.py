@@ -23,9 +23,9 @@ from infinity.tiers.device import Device
 from infinity.tiers.files import SwapFile
 from infinity.tiers.io import register
 from infinity.tiers.pool import Pool
+from infinity.tiers.read_ahead import WindowsAhead
 from infinity.tiers.staging import Staging
 from infinity.tiers.transfer import Failed, Transfer
-from infinity.tiers.windows_ahead import WindowsAhead
 
 _log = logging.getLogger("infinity")
 

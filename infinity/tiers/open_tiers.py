@@ -1,14 +1,20 @@
-"""Opens the tiers of a plan: slabs of memory, and the files of the nvme tier."""
+"""Opens the tiers of a plan: slabs of memory, and the files of the nvme tier.
+
+All buffer pools of an engine, made from their specs and registered with its tiers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from infinity.errors import OutOfMemoryError
 from infinity.plan.plan import Plan
-from infinity.plan.pools import READ_AHEAD
+from infinity.plan.pools import READ_AHEAD, PoolSpec
 from infinity.plan.shortage import shortage
 from infinity.tier_kind import TierKind
 from infinity.tiers.available import available_memory
@@ -18,6 +24,7 @@ from infinity.tiers.durable import DurableFiles, DurableTier
 from infinity.tiers.files import member_of, open_swap_files
 from infinity.tiers.io import engine_of
 from infinity.tiers.nvme import NvmeTier
+from infinity.tiers.pool import Pool
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.slots import Slots
 
@@ -80,3 +87,47 @@ def states_of(rank: int) -> str:
 def states_in(folders: Sequence[Path], rank: int) -> list[Path]:
     """Return the file of a rank's durable states in each folder of a stripe."""
     return [folder / member_of(states_of(rank), member) for member, folder in enumerate(folders)]
+
+
+class Pools:
+    """Pools by name. debug: poison released buffers, and reuse the one that has been free longest."""
+
+    def __init__(self, specs: Iterable[PoolSpec], device: Device, tiers: Iterable[Tier], *, debug: bool) -> None:
+        self._tier_of: dict[str, str] = {}
+        self._pools: dict[str, Pool] = {}
+        registered = list(tiers)
+        for spec in specs:
+            allocate = device.empty if spec.tier.on_device else device.host_buffer
+            make = partial(_registered, allocate, device, registered)
+            poison = device.poison if debug else None
+            self._pools[spec.name] = Pool(make, spec.sizes, name=spec.name, poison=poison, fifo=debug)
+            self._tier_of[spec.name] = spec.tier
+
+    def __getitem__(self, name: str) -> Pool:
+        return self._pools[name]
+
+    def get(self, name: str) -> Pool | None:
+        return self._pools.get(name)
+
+    def __iter__(self) -> Iterator[Pool]:
+        return iter(self._pools.values())
+
+    def of_tier(self, tier: str) -> list[Pool]:
+        """Return the pools whose buffers are in `tier`."""
+        return [pool for name, pool in self._pools.items() if self._tier_of[name] == tier]
+
+    def nbytes(self, tier: str) -> int:
+        """Return the bytes of all buffers in `tier`."""
+        return sum(pool.nbytes for name, pool in self._pools.items() if self._tier_of[name] == tier)
+
+
+def _registered(
+    allocate: Callable[[int], torch.Tensor], device: Device, tiers: Sequence[Tier], nbytes: int
+) -> torch.Tensor:
+    """Return a buffer that is registered with `tiers`. Refers to no model, which a pool must not keep alive."""
+    memory = allocate(nbytes)
+    # Every tier, since a buffer of the pool may be read from any of them.
+    if device.is_host(memory):
+        for tier in tiers:
+            tier.register(memory)
+    return memory

@@ -11,7 +11,7 @@ from infinity.comm.dtensor import local, set_local
 from infinity.errors import UsageError
 from infinity.observe.recorder import Recorder
 from infinity.units import released, residents
-from infinity.units.modes import outside_modes
+from infinity.units.compiled import outside_modes
 from infinity.units.unit import Unit, placeholder
 
 

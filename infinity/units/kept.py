@@ -3,6 +3,8 @@
 In a plain loop a view of a parameter (`self.flat = self.weight.view(-1)`, `p.data` in a list) shows the values that
 the optimizer writes. So the unit keeps the buffer behind the view and is fetched into it again. The pool allocates a
 fresh buffer instead.
+
+Finds edits of parameters in a unit's buffer, by fingerprints of it.
 """
 
 from __future__ import annotations
@@ -10,13 +12,16 @@ from __future__ import annotations
 import sys
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from infinity.errors import LifetimeError, user_level
 from infinity.tiers.device import Device
-from infinity.tiers.fingerprint import Fingerprint
+from infinity.tiers.digests import Fingerprint
+from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Lease, Pool
+from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.unit import Unit
 
 
@@ -118,3 +123,55 @@ def edit_lost(unit: Unit) -> LifetimeError:
         f"a view of the parameters of unit {unit.name} was edited while the unit was released, and the unit "
         "has been overwritten since: the edit is lost. Edit the parameter itself, under torch.no_grad()."
     )
+
+
+class EditCheck:
+    """One comparison. Calling it waits for the device, and returns whether the unit was edited. Any thread may."""
+
+    def __init__(
+        self, device: Device, same: torch.Tensor, flag: torch.Tensor, computed: Transfer, copied: Transfer
+    ) -> None:
+        """same: valid once `computed` is done. flag: its copy on the host, valid once `copied` is done."""
+        self._computed = computed
+        self.copied = copied
+        self.same: torch.Tensor | None = same  # alive while it is copied
+        self._device = device
+        self._flag = flag
+
+    def __call__(self) -> bool:
+        # Two waits with two reasons: compute that was ahead of the check, then the copy of its result.
+        recorder = self._device.recorder
+        with recorder.wait("compute", "edits"):
+            self._computed.wait()
+        with recorder.wait("device_to_host", "small copies"):
+            self.copied.wait()
+        self.same = None
+        return not self._device.numbers(self._flag)[0]
+
+
+class EditChecks:
+    """Compares buffers with fingerprints on the device. The host reads a result when it needs it."""
+
+    def __init__(self, device: Device, units: int) -> None:
+        """units: number of units; at most one check of each is under way."""
+        self._device = device
+        self._units = units
+
+    @cached_property
+    def _flags(self) -> torch.Tensor:
+        device = self._device
+        return host_tensor(self._units) if device.host_addressable else device.host_buffer(self._units)
+
+    def start(self, unit: Unit) -> EditCheck:
+        """Start to compare a resident unit's buffer, which nothing changes any more, with the unit's fingerprint."""
+        assert unit.lease is not None
+        flag = self._flags[unit.index : unit.index + 1]
+        # Compared on the device: only one byte comes back, and the model's thread need not wait for it [Note: who
+        # waits for a fingerprint].
+        same = self._device.fingerprint(unit.lease.tensor) == unit.fingerprint
+        if not isinstance(same, torch.Tensor):
+            flag[0] = same
+            return EditCheck(self._device, flag, flag, DONE, DONE)
+        result = same.reshape(1).view(torch.uint8)
+        computed = self._device.compute_reached()
+        return EditCheck(self._device, result, flag, computed, self._device.copy_result(flag, result))

@@ -23,9 +23,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from infinity.errors import LifetimeError, UsageError
-from infinity.units.compiled import eager
+from infinity.units.compiled import eager, written
 from infinity.units.residents import Owner, behind, owner_of
-from infinity.units.writes import written
 
 if TYPE_CHECKING:
     from infinity.units.unit import Unit

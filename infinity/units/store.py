@@ -25,14 +25,13 @@ from infinity.interrupts import ForcedInterrupt, uninterrupted
 from infinity.plan.layout import UnitLayout
 from infinity.schedule.schedule import Schedule
 from infinity.tiers.device import Device
-from infinity.tiers.fingerprint import Fingerprint
+from infinity.tiers.digests import Fingerprint
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE, Fingerprinted, Together, Transfer
 from infinity.units import binding, released, residents
 from infinity.units.buffers import UnitBuffers
-from infinity.units.edits import EditChecks
-from infinity.units.kept import KeptBuffers, edit_lost
-from infinity.units.modes import outside_modes
+from infinity.units.compiled import outside_modes
+from infinity.units.kept import EditChecks, KeptBuffers, edit_lost
 from infinity.units.states import UnitStates
 from infinity.units.unit import Residency, Unit
 from infinity.update.job import PlacedUpdate, UpdateJob, UpdateProgress
@@ -241,7 +240,7 @@ class UnitStore:
             self._drop(unit, valid=False)
             raise
         if unit.fingerprint is None and isinstance(transfer, Fingerprinted):
-            # The fingerprint is of the whole buffer: shards of other ranks were not gathered.
+            # It covers the whole buffer: shards of other ranks were not gathered.
             unit.note_fingerprint(transfer.fingerprint)
         # Before the parameters are bound: the lease may change its memory to the one that views refer to.
         if unit in self.kept:

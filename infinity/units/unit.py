@@ -13,7 +13,7 @@ from torch import nn
 
 from infinity.errors import ResidencyError, UsageError
 from infinity.plan.layout import UnitLayout
-from infinity.tiers.fingerprint import Fingerprint
+from infinity.tiers.digests import Fingerprint
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Transfer, also
 

@@ -13,6 +13,7 @@ import torch
 from infinity.errors import ConfigError
 from infinity.optim import cuda_adam
 from infinity.optim.cpu_adam import (
+    DTYPES,
     join_master_torch,
     receive as receive_flat,
     split_master_torch,
@@ -20,11 +21,10 @@ from infinity.optim.cpu_adam import (
     update_flat,
 )
 from infinity.optim.moments import rounding_key
-from infinity.optim.native_args import DTYPES
 from infinity.plan.formats import moments_in
 from infinity.plan.layout import Part
 from infinity.rules import RULES, Hyper, MomentFormat, RuleName
-from infinity.sums import sum_in_order
+from infinity.sizes import sum_in_order
 
 
 def update_run(

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from infinity.observe.units import show_bytes
 from infinity.plan.policy import DeviceInfo
+from infinity.sizes import show_bytes
 from infinity.tiers.accelerator import AcceleratorDevice
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.transfer import DONE

@@ -15,7 +15,7 @@ from hypothesis import given, strategies as st
 from torch.optim import lr_scheduler as torch_schedulers
 
 import infinity
-from infinity.checkpoint.plain import from_plain, to_plain
+from infinity.engine.optimizer.state_dict import from_plain, to_plain
 from infinity.engine.training import TrainingEngine
 from infinity.errors import CheckpointError
 from support.configs import raw

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.cli.console import write_output
 from infinity.cli.drive.measure import Bench
 from infinity.cli.links import bench as command, rates
 from infinity.cli.links.bench import baseline_rss
 from infinity.cli.links.rates import FEWEST_ROUNDS, ROUNDS, Calls, Copies, Gathers, adam, matmul, measure, unsteady
-from infinity.cli.paths import write_output
 from infinity.errors import InfinityError, RanksError
 from infinity.sim.machine import BANDWIDTHS, DTYPES, Links
 from infinity.tiers.available import cache_bytes
@@ -84,7 +84,7 @@ def test_the_table_names_every_rate_and_absent_hardware(folder: Path) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_a_drive_that_is_memory_is_noted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinity.cli.paths.file_system", lambda path: "tmpfs")
+    monkeypatch.setattr("infinity.cli.console.file_system", lambda path: "tmpfs")
     result = run("bench-links", "--path", folder, *QUICK, "--json")
     assert result.exit_code == 0 and f"note: {folder} is on tmpfs, which is memory" in result.stderr
 

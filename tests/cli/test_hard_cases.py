@@ -140,7 +140,7 @@ def test_no_figure_is_cut(
 
 
 def test_memory_is_no_drive(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinity.cli.paths.file_system", lambda path: "tmpfs")
+    monkeypatch.setattr("infinity.cli.console.file_system", lambda path: "tmpfs")
     result = run("aio-bench", "--path", folder, *SMALL, "--runs", "1", "--json")
     assert f"note: {folder} is on tmpfs, which is memory" in result.stderr.splitlines()[0]
 

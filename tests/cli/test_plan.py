@@ -12,8 +12,8 @@ import torch
 import infinity
 from infinity.errors import OutOfMemoryError
 from infinity.observe.timeline import LANES
-from infinity.observe.units import show_bytes
 from infinity.sim.gpt2 import GPT2, GPT2Config
+from infinity.sizes import show_bytes
 from support.commands import refused, run
 
 SHAPE = (

@@ -18,7 +18,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import infinity
-from infinity.cli import resume
+from infinity.cli import convert
 from infinity.cli.main import app
 from infinity.durable.manifest import read_manifest
 from infinity.durable.record import read_record, write_record
@@ -180,7 +180,7 @@ def no_folder(run: Path) -> None:
 def test_a_folder_that_others_may_have_written_is_refused(
     change: Callable[[Path], None], message: str, flags: list[str], run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resume.os, "execv", lambda *_: pytest.fail("a command was executed"))
+    monkeypatch.setattr(convert.os, "execv", lambda *_: pytest.fail("a command was executed"))
     change(run)
     result = invoke(run, *flags)
     assert result.exit_code == 2 and message in result.stderr and result.stderr.count("\n") == 1
@@ -205,7 +205,7 @@ def test_the_command_is_printed_and_executed_in_its_folder(
     executed: list[Any] = []
     monkeypatch.chdir(tmp_path)  # restored after the test
     monkeypatch.setenv("PWD", str(tmp_path))
-    monkeypatch.setattr(resume.os, "execv", lambda *command: executed.append((*command, os.getcwd())))
+    monkeypatch.setattr(convert.os, "execv", lambda *command: executed.append((*command, os.getcwd())))
     command = (sys.executable, "train.py", "--name", "two words", "\x1b[2J")
     recorded(run, command=command, folder="/")
     result = invoke(run)
@@ -218,7 +218,7 @@ def test_a_copy_is_not_resumed_in_place_of_its_original(
     original: str, run: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command would train the original, or start anew if that is gone."""
-    monkeypatch.setattr(resume.os, "execv", lambda *_: pytest.fail("a command was executed"))
+    monkeypatch.setattr(convert.os, "execv", lambda *_: pytest.fail("a command was executed"))
     recorded(run, runs=(str(trained / original),))
     result = invoke(run)
     assert result.exit_code == 2
@@ -230,7 +230,7 @@ def test_a_run_is_resumed_by_another_path(run: Path, tmp_path: Path, monkeypatch
     executed: list[Any] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PWD", str(tmp_path))
-    monkeypatch.setattr(resume.os, "execv", lambda *command: executed.append(command))
+    monkeypatch.setattr(convert.os, "execv", lambda *command: executed.append(command))
     (tmp_path / "drive").symlink_to(tmp_path)
     recorded(run, runs=(str(tmp_path / "drive" / "small"),))
     invoke(run)

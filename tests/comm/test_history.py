@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from infinity.comm.agreement.announcements import Announcement, Operation
-from infinity.comm.agreement.history import Agreed, History
+from infinity.comm.agreement.announcements import Agreed, Announcement, History, Operation
 
 
 def wrong_predictions(history: History, units: list[int]) -> int:

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from infinity.config import Batch, Config, WarmupCosineLR, WarmupDecayLR
 from infinity.config.deepspeed.keys import TABLE, VALUES
-from infinity.config.keys import models_in, walk
+from infinity.config.problems import models_in, walk
 from infinity.config.reference import reference
 from infinity.errors import ConfigError, InfinityError
 

@@ -20,7 +20,7 @@ import infinity
 from infinity.config import Config, Dialect, Fill, hidden_size_of
 from infinity.config.deepspeed.keys import TABLE
 from infinity.config.deepspeed.translate import translate
-from infinity.config.keys import walk
+from infinity.config.problems import walk
 from infinity.errors import ConfigError
 
 KNOWN = frozenset(key.dotted for key in walk(Config))

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
-
-import infinity.deepspeed as deepspeed
 from infinity.deepspeed.ops import aio_handle as module
 from infinity.deepspeed.ops.aio import AsyncIOBuilder
 from infinity.deepspeed.ops.aio_handle import AioHandle, aio_read, aio_write, deepspeed_memcpy
+
+import infinity.deepspeed as deepspeed
 from infinity.errors import StorageError, UsageError
 from infinity.native import _aio
 from support.mounts import mount

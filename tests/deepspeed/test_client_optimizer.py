@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
-
-import infinity.deepspeed as deepspeed
 from infinity.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from infinity.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from infinity.deepspeed.ops.lion import DeepSpeedCPULion
 from infinity.deepspeed.runtime.lr_schedules import WarmupLR
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import infinity.deepspeed as deepspeed
 from infinity.errors import ConfigError
 from infinity.rules import RULES
 from support.models import Stack, seeded, token_batches

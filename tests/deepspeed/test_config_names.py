@@ -9,14 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import Field, ValidationError
-from torch import nn
-
-import infinity
-import infinity.deepspeed as deepspeed
-from infinity.config import Config
-from infinity.deepspeed.accelerator import Accelerator
-from infinity.deepspeed.engine_names import GETTERS
 from infinity.deepspeed.ops.adam import DeepSpeedCPUAdam
 from infinity.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from infinity.deepspeed.runtime import config as runtime_config, constants, lr_schedules
@@ -37,6 +29,14 @@ from infinity.deepspeed.runtime.zero.config import (
 )
 from infinity.deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
 from infinity.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from pydantic import Field, ValidationError
+from torch import nn
+
+import infinity
+import infinity.deepspeed as deepspeed
+from infinity.config import Config
+from infinity.deepspeed.accelerator import Accelerator
+from infinity.deepspeed.engine_names import GETTERS
 from infinity.errors import ConfigError, UsageError
 from infinity.rules import RULES
 from support.models import token_batches
@@ -284,5 +284,5 @@ def test_the_loss_scaler_reports_its_window(opens: Any) -> None:
         engine.backward(loss * float("nan") if bad else loss)
         engine.step()
     assert (scaler.cur_iter, engine.skipped_steps) == (3, 1)
-    constant = infinity.engine.loss_scale_names.LossScaler(infinity.engine.loss_scale.LossScale(1.0))
+    constant = infinity.engine.optimizer.loss_scale.LossScaler(infinity.engine.optimizer.loss_scale.LossScale(1.0))
     assert constant.scale_window == 0

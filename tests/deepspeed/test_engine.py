@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from infinity.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import infinity.deepspeed as deepspeed
-from infinity.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from infinity.errors import CheckpointError, UsageError
 from support.models import Linears, Stack, seeded, token_batches, vector_batches
 

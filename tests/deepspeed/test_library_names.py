@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from infinity.deepspeed.runtime import swap_tensor
+from infinity.deepspeed.utils.zero_to_fp32 import get_model_state_file, get_model_state_files, get_optim_files
 from torch import nn
 
 import infinity.deepspeed as deepspeed
-from infinity.deepspeed.runtime import swap_tensor
-from infinity.deepspeed.utils.zero_to_fp32 import get_model_state_file, get_model_state_files, get_optim_files
 from infinity.errors import CheckpointError, ConfigError, UsageError
 
 Opens = Callable[..., Any]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from infinity.deepspeed.runtime.zero import ZeroParamStatus
 from torch import nn
 
 import infinity.deepspeed as deepspeed
-from infinity.deepspeed.runtime.zero import ZeroParamStatus
 from support.models import Stack, seeded
 
 Opens = Callable[..., Any]

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import nn
-
-from infinity.deepspeed.importer.convert import import_deepspeed
 from infinity.deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
     main,
 )
+from safetensors.torch import load_file
+from torch import nn
+
+from infinity.deepspeed.importer.convert import import_deepspeed
 from infinity.errors import CheckpointError
 from support.models import Block, Stack, seeded, token_batches
 

@@ -14,12 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import nn
-
-import infinity
-import infinity.deepspeed as deepspeed
-from infinity.deepspeed.accelerator import Accelerator
 from infinity.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from infinity.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from infinity.deepspeed.ops.lion import DeepSpeedCPULion
@@ -28,6 +22,12 @@ from infinity.deepspeed.utils.zero_to_fp32 import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
+from safetensors.torch import load_file
+from torch import nn
+
+import infinity
+import infinity.deepspeed as deepspeed
+from infinity.deepspeed.accelerator import Accelerator
 from infinity.errors import CheckpointError, ConfigError, ModelError, StorageError, UsageError
 from support.deepspeed_model import TinyModel
 from support.models import Stack, seeded, token_batches

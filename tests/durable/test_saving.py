@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from infinity.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import infinity
 from durable import saving_cases as cases
@@ -23,7 +24,6 @@ from infinity.checkpoint.committed import clone_range, open_shards
 from infinity.checkpoint.export import export
 from infinity.checkpoint.format import read_index
 from infinity.checkpoint.tensors import WEIGHTS
-from infinity.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from infinity.engine.training import TrainingEngine
 from infinity.errors import CheckpointError, ChecksumError, UsageError
 from infinity.tiers.transfer import Transfer

@@ -32,7 +32,7 @@ from infinity.rules import MomentFormat
 from infinity.tier_kind import TierKind
 from infinity.tiers.files import member_of
 from infinity.tiers.open_tiers import states_of
-from infinity.units.records import Flats
+from infinity.units.states import Flats
 
 PROGRESS = Progress(3, 0, [{"lr": 0.1}], None, None)
 

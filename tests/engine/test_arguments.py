@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 import infinity
-from infinity.engine.dataloader import make_loader
+from infinity.engine.initialize import make_loader
 from infinity.errors import ConfigError
 from infinity.tiers.device import CpuDevice
 from support.configs import engine_config, raw

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from infinity.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from torch import nn
 
 import infinity
-from infinity.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from infinity.errors import ConfigError, ModelError
 from infinity.optim import CPUAdam
 from infinity.tiers.device import CpuDevice

@@ -14,8 +14,8 @@ import torch
 
 import infinity
 from infinity.engine import restore
-from infinity.engine.collected import LOCKS
 from infinity.engine.parts import close_memory
+from infinity.engine.restore import LOCKS
 from infinity.errors import ModelError, OutOfMemoryError, UsageError
 from support.configs import engine_config
 from support.late_device import LateDevice

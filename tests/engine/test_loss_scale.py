@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from infinity.config import Config
-from infinity.engine.loss_scale import LossScale
+from infinity.engine.optimizer.loss_scale import LossScale
 from infinity.errors import NonFiniteError
 
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from infinity.config import Config, Scheduler
 from infinity.engine import schedules
-from infinity.engine.schedules.from_config import factor, make_scheduler, replace_schedule
+from infinity.engine.schedules.client import factor, make_scheduler, replace_schedule
 
 BASE = {"train_micro_batch_size_per_gpu": 1}
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine import lr_schedules, schedules
+from infinity.engine.schedules.client import make_scheduler
 from infinity.engine.schedules.formulas import Warmup
-from infinity.engine.schedules.from_config import make_scheduler
 from infinity.errors import ConfigError, UsageError
 
 TABLE: list[dict[str, Any]] = json.loads(Path(__file__).with_name("deepspeed_lr_schedules.json").read_text())

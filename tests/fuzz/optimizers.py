@@ -10,7 +10,7 @@ import torch
 from infinity.optim.cpu_adam import sum_of_squares, update_flat
 from infinity.optim.moments import zero_moments
 from infinity.rules import RULES, Hyper
-from infinity.sums import sum_in_order
+from infinity.sizes import sum_in_order
 
 # eps is far above rounding errors: the sign of a gradient that is zero up to rounding must not decide a step.
 PARAMS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from infinity.optim import cpu_adam, cuda_adam
 from infinity.optim.moments import zero_moments
 from infinity.rules import RULES
 from infinity.tiers.device import CpuDevice
-from infinity.tiers.fingerprint import fingerprint_by_torch, fingerprint_on_device
+from infinity.tiers.digests import fingerprint_by_torch, fingerprint_on_device
 from support.adam_arrays import GUARD, Array
 from support.cuda_kernels import (
     GRADS,

@@ -22,7 +22,7 @@ from infinity.tiers.files import open_swap_files
 from infinity.tiers.io import open_engine as open_io
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.nvme import NvmeTier
-from infinity.tiers.passing_space import PassingSpace
+from infinity.tiers.passing import PassingSpace
 from infinity.tiers.pool import Pool
 from support.configs import engine_config
 from support.late_device import LateDevice

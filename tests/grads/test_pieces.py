@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinity.grads.pieces import cut
+from infinity.grads.buffers import cut
 from infinity.optim.cpu_adam import receive, sum_of_squares
 from infinity.plan.layout import Part
 from infinity.update.kernels import SUM_TILE

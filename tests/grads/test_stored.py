@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from infinity.grads.pieces import cut
-from infinity.grads.stored import StoredPieces
+from infinity.grads.buffers import StoredPieces, cut
 from infinity.plan.layout import Part
 from infinity.plan.placement import EXTENT_ALIGNMENT, Extent
 from infinity.plan.pools import PIECE_BYTES

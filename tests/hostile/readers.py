@@ -16,8 +16,8 @@ from infinity.checkpoint.pretrained import load_pretrained
 from infinity.cli.trace_file import read_trace
 from infinity.config import Config
 from infinity.deepspeed.importer.convert import read_deepspeed
+from infinity.sim.gpt2 import of_transformers
 from infinity.sim.machine import Links
-from infinity.sim.models import of_transformers
 from support.configs import engine_config
 from support.loops import open_engine
 from support.models import seeded

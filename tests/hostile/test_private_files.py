@@ -14,10 +14,10 @@ import torch
 
 from hostile.readers import Small
 from infinity.checkpoint.export import export
-from infinity.cli.paths import write_output
+from infinity.cli.console import write_output
 from infinity.engine.training import TrainingEngine
 from infinity.errors import CheckpointError, UsageError
-from infinity.outputs import replacing
+from infinity.inputs import replacing
 from infinity.tiers import files
 from support.configs import engine_config
 from support.loops import open_engine

@@ -308,7 +308,7 @@ def checkpoint(
 @pytest.mark.parametrize("overflows", [(), (0,), (3,), (2, 3), (5,)])
 def test_imported_loss_scale_grows_at_deepspeeds_steps(overflows: tuple[int, ...]) -> None:
     """Without further overflows, the imported scale has DeepSpeed's values, whose first window is one step longer."""
-    from infinity.engine.loss_scale import LossScale
+    from infinity.engine.optimizer.loss_scale import LossScale
 
     window = 3
 

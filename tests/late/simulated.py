@@ -20,11 +20,11 @@ from torch import nn
 
 from infinity.engine.training_runner import TrainingRunner
 from infinity.tiers.accelerator import StreamTransfer
-from infinity.tiers.fingerprint import Fingerprint
+from infinity.tiers.digests import Fingerprint
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import DONE, Transfer, issued
 from infinity.units.binding import unbind
-from infinity.units.edits import EditCheck, EditChecks
+from infinity.units.kept import EditCheck, EditChecks
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
 from infinity.update.kernels import NATIVE, Kernels

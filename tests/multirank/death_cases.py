@@ -22,8 +22,7 @@ from infinity.comm.side import SideChannel
 from infinity.errors import CheckpointError, RanksError, UsageError
 from infinity.plan.layout import Slot, UnitLayout
 from infinity.tiers.device import CpuDevice
-from infinity.units.records import Flats
-from infinity.units.states import UnitStates
+from infinity.units.states import Flats, UnitStates
 from support.configs import engine_config
 from support.models import Stack, seeded, token_batches
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from infinity.deepspeed.runtime.zero import GatheredParameters
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import infinity.deepspeed as deepspeed
-from infinity.deepspeed.runtime.zero import GatheredParameters
 from infinity.errors import InfinityError, RanksError, StorageError, UsageError
 from multirank.cases import SAMPLES, global_batches, part
 from support.models import Stack, seeded

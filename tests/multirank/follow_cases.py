@@ -139,7 +139,7 @@ def departing(rank: int, *, number: int, ways: dict[int, str], late: float = 0.0
 
 def _give_up(ranks: Communicator, rank: int) -> None:
     ranks._met = True
-    ranks._give_up(ValueError(f"of rank {rank}"))
+    ranks.give_up(ValueError(f"of rank {rank}"))
     raise RanksError(ranks.error)
 
 

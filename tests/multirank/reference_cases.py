@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-import infinity.deepspeed as deepspeed
 from infinity.deepspeed.runtime.zero import ZeroParamStatus
 from infinity.deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
+
+import infinity.deepspeed as deepspeed
 from support.models import Stack, seeded, token_batches
 
 

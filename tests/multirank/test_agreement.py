@@ -11,7 +11,7 @@ import torch
 
 from infinity.comm.agreement.comparison import MAY_DIFFER, groups_in_common, in_common
 from infinity.config import Config
-from infinity.engine.optimizer import param_groups
+from infinity.engine.optimizer.unit_optimizer import param_groups
 from infinity.plan.plan import lay_out
 from infinity.plan.policy import compute_dtype
 from infinity.units.discover import discover_model

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from infinity.engine.same_batches import Digest, alike
+from infinity.engine.loss_check import Digest, alike
 from multirank.batch_cases import parts_of_a_model, warned
 from support.ranks import Group
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.comm.liveness.stuck import EXIT_STATUS
+from infinity.comm.liveness.processes import EXIT_STATUS
 from support.jobs import run_job
 
 SCRIPT = """

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from infinity.native import _adam
-from infinity.tiers.fingerprint import fingerprint_by_torch
+from infinity.tiers.digests import fingerprint_by_torch
 from infinity.tiers.memory import host_tensor
 
 MASK = (1 << 64) - 1

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from infinity.native import _adam
-from infinity.optim.cpu_adam import receive, sum_of_squares
-from infinity.optim.native_args import DTYPES
+from infinity.optim.cpu_adam import DTYPES, receive, sum_of_squares
 from infinity.update.kernels import receive as receive_anywhere
 
 SIZES = [*range(0, 36), 63, 64, 65, 4095, 4096, 4097, 8191, 8193, 65_535, 65_537, 200_003]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infinity.plan.placement import State
-from infinity.tiers.fingerprint import Fingerprint
+from infinity.tiers.digests import Fingerprint
 from infinity.tiers.slab import SlabTier
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit

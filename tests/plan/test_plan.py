@@ -18,11 +18,11 @@ from infinity.config import Config
 from infinity.engine.describe import describe
 from infinity.engine.wiring import plan_model
 from infinity.errors import OutOfMemoryError
-from infinity.observe.units import show_bytes
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.plan.policy import DeviceInfo
 from infinity.plan.shortage import keys_of_buffers, shortage
+from infinity.sizes import show_bytes
 from infinity.tier_kind import TierKind
 from infinity.tiers.device import CpuDevice
 from support.configs import PLACEMENTS, engine_config

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine.optimizer import param_groups
+from infinity.engine.optimizer.unit_optimizer import param_groups
 from infinity.plan.plan import Plan, make_plan
 from infinity.plan.policy import DeviceInfo, RankInfo, compute_dtype
 from infinity.sim.gpt2 import GPT2, GPT2Config

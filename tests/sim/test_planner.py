@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from infinity.sim import planner
-from infinity.sim.gpt2 import GPT2Config
+from infinity.sim.gpt2 import GPT2Config, gpt2
 from infinity.sim.machine import Links, Machine
-from infinity.sim.models import gpt2
 from infinity.sim.planner import Activations, predict
 from support.configs import engine_config
 

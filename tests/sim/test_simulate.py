@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from infinity.activations.room import Stored
 from infinity.activations.store import ActivationStore
-from infinity.activations.stored import Stored
 from infinity.errors import ConfigError, ModelError
 from infinity.nn.loss import CHUNK_ELEMENTS
 from infinity.observe.timeline import LANES

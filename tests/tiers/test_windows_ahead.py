@@ -13,7 +13,7 @@ from infinity.tiers.base import Window
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Pool
-from infinity.tiers.windows_ahead import WindowsAhead
+from infinity.tiers.read_ahead import WindowsAhead
 from support.late_disk import LateSlab
 from support.locked import locked
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from conftest import OpenEngine
 from infinity.errors import UsageError
-from infinity.units.writes import written
+from infinity.units.compiled import written
 from support.lifetime import assert_trains_like_plain
 from support.models import Linears, seeded, vector_batches
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from infinity.units.modes import outside_modes
+from infinity.units.compiled import outside_modes
 from support.beside import LATE_TOO, NVME, PLACES, assert_same_story, training
 from support.models import Linears, vector_batches
 

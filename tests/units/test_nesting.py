@@ -12,8 +12,7 @@ from torch import nn
 import infinity
 from infinity.errors import InfinityError
 from infinity.tiers.device import CpuDevice
-from infinity.units.discover import discover, modules_to_hook
-from infinity.units.nesting import blocks, held_together
+from infinity.units.discover import blocks, discover, held_together, modules_to_hook
 from support.configs import engine_config
 from support.lifetime import assert_nothing_leaked
 from support.loops import Result, assert_close, open_engine, parameters_of, plain, train

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 import infinity
 from infinity.engine.training import TrainingEngine
 from infinity.errors import NonFiniteError, UsageError
-from infinity.tiers.windows_ahead import WindowsAhead
+from infinity.tiers.read_ahead import WindowsAhead
 from support.configs import engine_config
 from support.late_disk import use_late_disks
 from support.lifetime import assert_nothing_leaked

@@ -15,10 +15,12 @@ from rich.text import Text
 from infinity.cli.console import (
     USAGE,
     Step,
+    check_folders,
     check_one_of,
     check_range,
     fail,
     note,
+    note_memory_folders,
     one_line_errors,
     printable,
     progress,
@@ -29,11 +31,9 @@ from infinity.cli.console import (
 )
 from infinity.cli.drive.measure import OPS, Bench, Op, Sample, Workload, percentile
 from infinity.cli.drive.pattern import PAGE
-from infinity.cli.paths import check_folders, note_memory_folders
 from infinity.native import _aio
-from infinity.observe.units import show_bytes
 from infinity.plan.io import stripe_chunk
-from infinity.sizes import format_size
+from infinity.sizes import format_size, show_bytes
 from infinity.tiers.io import ENGINES, open_engine
 
 

@@ -19,10 +19,13 @@ from rich.text import Text
 from infinity.cli.console import (
     USAGE,
     Step,
+    check_folders,
     check_one_of,
+    check_output,
     check_range,
     fail,
     note,
+    note_memory_folders,
     one_line_errors,
     printable,
     progress,
@@ -30,17 +33,16 @@ from infinity.cli.console import (
     say_json,
     size_of,
     warnings_as_notes,
+    write_output,
 )
 from infinity.cli.drive.heatmap import Cell, picture_formats, plot_sweep
 from infinity.cli.drive.measure import OPS, Bench, Op, Sample
 from infinity.cli.drive.pattern import PAGE
 from infinity.cli.drive.search import TOLERANCE, Outcome, Result, Setting, Space, Stage, in_flight_limit, search, unrest
-from infinity.cli.paths import check_folders, check_output, note_memory_folders, write_output
 from infinity.config import Config
 from infinity.errors import StorageError
 from infinity.native import _aio
-from infinity.observe.units import show_bytes
-from infinity.sizes import format_size
+from infinity.sizes import format_size, show_bytes
 from infinity.tiers.io import AUTO, ENGINES, open_engine
 
 _SMALLEST_SIZE = 16 << 20

@@ -27,28 +27,31 @@ from rich.text import Text
 from infinity.cli.console import (
     USAGE,
     Step,
+    check_folders,
+    check_output,
     check_range,
     fail,
+    file_system,
     note,
+    note_memory_folders,
     one_line_errors,
     printable,
     progress,
     say,
     size_of,
     warnings_as_notes,
+    write_output,
 )
 from infinity.cli.drive.bench import granted
 from infinity.cli.drive.measure import OPS, Bench, Workload
 from infinity.cli.links.rates import Calls, Copies, Gathers, Rate, adam, few_rows, matmul, measure, unsteady
-from infinity.cli.paths import check_folders, check_output, file_system, note_memory_folders, write_output
 from infinity.cli.report import processor
-from infinity.comm.join import join_process_group
+from infinity.comm.groups import join_process_group
 from infinity.config import Config
 from infinity.errors import InfinityError
-from infinity.observe.units import show_bytes, show_flops
 from infinity.plan.io import stripe_chunk
 from infinity.sim.machine import BANDWIDTHS, DTYPES, Links
-from infinity.sizes import format_size
+from infinity.sizes import format_size, show_bytes, show_flops
 from infinity.tiers.accelerator import default_device
 from infinity.tiers.device import Device
 

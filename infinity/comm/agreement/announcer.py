@@ -22,9 +22,16 @@ from typing import Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from infinity.comm.agreement.announcements import WORDS, Announcement, Operation, pack_flags, unpack_flags
+from infinity.comm.agreement.announcements import (
+    WORDS,
+    Agreed,
+    Announcement,
+    History,
+    Operation,
+    pack_flags,
+    unpack_flags,
+)
 from infinity.comm.agreement.comparison import by_value, failed_collective, failures
-from infinity.comm.agreement.history import Agreed, History
 from infinity.comm.groups import store_of
 from infinity.comm.pairs import PairwiseCollectives
 from infinity.errors import InfinityError, RanksError

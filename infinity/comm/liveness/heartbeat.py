@@ -21,8 +21,7 @@ from multiprocessing.util import Finalize
 import torch.distributed as dist
 
 from infinity.comm.liveness.meeting import Link, meet
-from infinity.comm.liveness.processes import Process, oom_kills
-from infinity.comm.liveness.stuck import StuckMain
+from infinity.comm.liveness.processes import Process, StuckMain, oom_kills
 from infinity.comm.thread import CollectiveThread, threads_with
 from infinity.errors import RanksError
 from infinity.native import _heartbeat

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from infinity.comm.connections import disconnect
+from infinity.comm.dtensor import TensorParallelMesh
 from infinity.comm.groups import connecting, destroy_group
 from infinity.comm.liveness.heartbeat import Heartbeat
-from infinity.comm.model_parallel import TensorParallelMesh
 
 
 class Heartbeats:

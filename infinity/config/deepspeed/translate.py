@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from infinity.config.auto import Fill, resolve_auto
 from infinity.config.deepspeed.keys import TABLE, Verdict
 from infinity.config.deepspeed.mapped import MAPPINGS, RENAMES
-from infinity.config.draft import ABSENT, Dialect, Draft, Notes, copied, drop, leaves, look
+from infinity.config.draft import ABSENT, Dialect, Draft, Fill, Notes, copied, drop, leaves, look, resolve_auto
 from infinity.rules import RULES
 
 DEFAULTS: Mapping[str, object] = {

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ReduceOp as ReduceOp
 
-from infinity.comm.join import join_process_group
+from infinity.comm.groups import join_process_group
 from infinity.deepspeed.front_ends import name_backend
 from infinity.errors import UsageError
 from infinity.inputs import number_of

@@ -16,10 +16,9 @@ from torch import nn
 
 from infinity.engine.loss_check import check_scalar
 from infinity.engine.parts import EngineParts
-from infinity.engine.vertical.coroutine import Coroutine
-from infinity.engine.vertical.pieces import Boundary, Graph, backward_passes, refused
+from infinity.engine.vertical.pieces import Boundary, Coroutine, Graph, backward_passes, refused
 from infinity.errors import ModelError
-from infinity.grads.held import HeldGradients
+from infinity.grads.collector import HeldGradients
 from infinity.units import residents
 
 Call = Callable[..., Any]

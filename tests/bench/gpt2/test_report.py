@@ -8,7 +8,7 @@ from rich.console import Console
 
 from gpt2.meter import Totals
 from gpt2.report import closing_table, output_lines
-from infinity.observe.units import show_bytes, show_count, show_seconds
+from infinity.sizes import show_bytes, show_count, show_seconds
 
 TOTALS = Totals(
     steps=300, tokens=614_400, seconds=90.0, wait_seconds=9.0, update_seconds=30.0,

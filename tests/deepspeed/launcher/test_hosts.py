@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from infinity.deepspeed.launcher.hosts import Host, limit_hosts, parse_hostfile, select_hosts
+from infinity.deepspeed.launcher.translate import Host, limit_hosts, parse_hostfile, select_hosts
 from infinity.errors import ConfigError
 
 HOSTS = parse_hostfile("worker-0 slots=2\nworker-1 slots=4\n", "hosts")

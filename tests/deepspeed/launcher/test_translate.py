@@ -9,9 +9,8 @@ import pytest
 from torch.distributed.elastic.utils import macros
 from torch.distributed.run import config_from_args, parse_args
 
-from infinity.deepspeed.launcher.commands import Command, Kind, Program
-from infinity.deepspeed.launcher.hosts import Host
-from infinity.deepspeed.launcher.translate import Launch, Machine, Request, translate
+from infinity.deepspeed.launcher.flags import Command, Kind, Program
+from infinity.deepspeed.launcher.translate import Host, Launch, Machine, Request, translate
 from infinity.errors import ConfigError
 
 CPU = Machine(gpus=0, cores=8, names=frozenset({"localhost", "here"}), environ={"OMP_NUM_THREADS": "4"})

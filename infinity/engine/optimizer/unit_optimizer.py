@@ -12,9 +12,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from infinity.engine.loss_scale import LossScale
-from infinity.engine.loss_scale_names import LossScaleNames
-from infinity.engine.optimizer_state import RULE_KEYS, hyper_of
+from infinity.engine.optimizer.loss_scale import LossScale, LossScaleNames
+from infinity.engine.optimizer.state_dict import RULE_KEYS, hyper_of
 from infinity.errors import ConfigError, ModelError, UsageError
 from infinity.rules import RULES, Hyper
 from infinity.units.compiled import eager
@@ -22,7 +21,7 @@ from infinity.units.residents import owner_of
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
-    from infinity.engine.tier_states import TierStates
+    from infinity.engine.optimizer.tier_states import TierStates
 
 ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, nn.Parameter]]
 

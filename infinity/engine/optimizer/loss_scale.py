@@ -2,14 +2,20 @@
 
 Backward runs on loss × scale, so that small gradients do not underflow; the update divides by the scale. A step whose
 gradients overflowed is skipped.
+
+Names under which DeepSpeed's optimizers report the loss scale. Accelerate, Megatron-LM and scripts read them.
+
+The norm of a step's gradient before clipping.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from infinity.errors import NonFiniteError
+from infinity.errors import NonFiniteError, UsageError
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -129,3 +135,117 @@ class LossScale:
 
 
 _PROGRESS = ("value", "tolerance", "good", "skipped_in_a_row")
+
+
+class LossScaler:
+    """Reports a loss scale under the names of DeepSpeed's `LossScaler`."""
+
+    def __init__(self, scale: LossScale) -> None:
+        self._scale = scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The present loss scale; 1 in fp32 and bf16."""
+        return self._scale.value
+
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale; 1 in fp32 and bf16."""
+        return self._scale.value
+
+    @property
+    def dynamic(self) -> bool:
+        """True if overflows change the scale."""
+        return self._scale.is_dynamic
+
+    @property
+    def cur_iter(self) -> int:
+        """Number of steps so far, including skipped ones."""
+        return self._scale.steps
+
+    @property
+    def scale_window(self) -> int:
+        """Steps without overflow after which the scale is doubled; 0 for a constant scale."""
+        return self._scale.window
+
+
+class LossScaleNames:
+    """Properties of an engine's optimizer. Each reads the engine's loss scale at every use."""
+
+    _loss_scale: LossScale
+    custom_loss_scaler = False
+
+    @property
+    def overflow(self) -> bool:
+        """True if the last step was skipped, since its gradients overflowed in float16."""
+        return self._loss_scale.overflow
+
+    @property
+    def cur_scale(self) -> float:
+        """The present loss scale; 1 in fp32 and bf16. It cannot be set."""
+        return self._loss_scale.value
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        _refuse(f"cur_scale = {value}")
+
+    @property
+    def loss_scale(self) -> float:
+        """The present loss scale; 1 in fp32 and bf16. It cannot be set."""
+        return self._loss_scale.value
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        _refuse(f"loss_scale = {value}")
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """True if overflows change the loss scale."""
+        return self._loss_scale.is_dynamic
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """The loss scale under the names of DeepSpeed's `LossScaler`."""
+        return LossScaler(self._loss_scale)
+
+    def needs_scaler(self) -> bool:
+        """Return whether a plain backward needs `engine.scale(loss)` for the loss scale."""
+        return self._loss_scale.is_dynamic or self._loss_scale.value != 1.0
+
+    def override_loss_scale(self, loss_scale: float) -> NoReturn:
+        """Raise UsageError, since the config sets the loss scale."""
+        _refuse(f"override_loss_scale({loss_scale})")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise UsageError(
+        f"optimizer.{what} was called, but the engine owns the loss scale: set fp16.loss_scale (constant) or "
+        "fp16.initial_scale_power in the config"
+    )
+
+
+class GradNorm:
+    """Norm of the last step's whole gradient: known after a step that needed it, else computed when it is read."""
+
+    def __init__(self) -> None:
+        self.known: float | None = None
+        """The norm; None if it is unknown or was not read yet."""
+        self._squares: Callable[[], float] | None = None
+        self._scale = 1.0
+
+    def forget(self) -> None:
+        """Reset, before the norm of another step."""
+        self.known = self._squares = None
+
+    def set(self, norm: float) -> None:
+        self.known = norm
+
+    def set_later(self, squares: Callable[[], float], scale: float) -> None:
+        """Compute the norm when it is read. squares: returns the sum of squares of gradients × 1 / `scale`."""
+        self._squares, self._scale = squares, scale
+
+    def read(self) -> float | None:
+        """Return the norm; None if it is unknown. Waits for gradients on their way."""
+        if self._squares is not None:
+            self.known, self._squares = math.sqrt(self._squares()) * self._scale, None
+        return self.known

@@ -11,13 +11,13 @@ from torch import nn
 
 from infinity.checkpoint.format import view
 from infinity.comm.agreement.announcements import Operation
-from infinity.engine.optimizer_state import SavedGroup, SavedState, check_state_dict, digest
+from infinity.engine.optimizer.state_dict import SavedGroup, SavedState, check_state_dict, digest
 from infinity.engine.parts import EngineParts
 from infinity.errors import RanksError
 from infinity.optim.moments import convert_moment, fp32_moment, rounding_key
 from infinity.rules import RULES
 from infinity.tiers.memory import return_freed_memory
-from infinity.units.records import Flats, flat_tensor
+from infinity.units.states import Flats, flat_tensor
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
