@@ -15,9 +15,9 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-HEART = ("engine", "units", "grads", "update")
+HEART = ("engine", "model", "units", "grads", "update")
 """Packages whose objects exchange decisions."""
-COMMENTED = ("units", "grads", "update", "tiers", "comm")
+COMMENTED = ("model", "units", "grads", "update", "tiers", "comm")
 """Packages whose lines need reasons."""
 SHORT = 60
 """Lines of a file below which it is short."""
@@ -33,14 +33,14 @@ COMMENTS = "own-line comments in " + ", ".join(COMMENTED) + ", per 1,000 lines"
 
 # Today's values. Limits are lowered after an improvement and never raised, that of COMMENTS the reverse.
 LIMITS: dict[str, int] = {
-    ASSIGNED: 97,
-    CALLABLES: 17,
+    ASSIGNED: 25,
+    CALLABLES: 12,
     JOB_FIELDS: 0,
-    LINES: 54_911,
-    FILES: 391,
-    SHORT_FILES: 83,
-    WORDS: 13_942,
-    COMMENTS: 6,
+    LINES: 52_911,
+    FILES: 292,
+    SHORT_FILES: 40,
+    WORDS: 3_178,
+    COMMENTS: 31,
 }
 LEAST = {COMMENTS}
 """Counts whose limit is the smallest value."""

@@ -127,6 +127,8 @@ def cut(parts: Sequence[Part], numel: int, most: int) -> tuple[Piece, ...]:
     parts: of the shard. most: at least `SUM_TILE`. A part is cut only at multiples of `SUM_TILE` from its start, so
     that its sum of squares, continued from piece to piece, has the same bits as in one pass.
     """
+    # Cuts follow the tiles of each part, since a sum continued elsewhere would round differently [Note: the gradient
+    # norm].
     starts = [part.start for part in parts] or [0]
     cuts = [0]
     for start, end in zip(starts, [*starts[1:], numel], strict=True):
@@ -175,6 +177,7 @@ class StoredPieces:
                 window = self._tier.window(self._extent, start, nbytes, self._pool)
                 assert window is not None
             else:
+                # Waits only for the piece that is needed now; the ones ahead take what is free.
                 lease = self._pool.lease(nbytes) if not self._windows else self._pool.try_lease(nbytes)
                 if lease is None:
                     return
@@ -186,6 +189,7 @@ class StoredPieces:
 
     def _blocks(self, piece: Piece) -> tuple[int, int]:
         """Return the first byte and the bytes of the blocks that a piece is in."""
+        # A disk is read in whole blocks, and pieces are cut at tiles of the norm.
         start = piece[0] * self.itemsize // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
         stop = -(-piece[1] * self.itemsize // EXTENT_ALIGNMENT) * EXTENT_ALIGNMENT
         return start, min(stop, self._extent.nbytes) - start

@@ -136,6 +136,7 @@ class GradCollector:
         """
         index = unit.index
         collecting = self._open.get(index) or self._begin(unit, last)
+        # Sparse gradients of embeddings have no place in a flat tensor, and the reduction is dense.
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         if weight != 1.0:
@@ -146,6 +147,8 @@ class GradCollector:
             # another micro-batch, and the sum of the former ones is stored: it takes them in their order.
             self._store.keep(self.send(unit, last=last))
             collecting = self._begin(unit, last)
+        # A wider gradient would be rounded here, although the stored sum has the bits for it [Note: only two sums
+        # round].
         if gradient.itemsize > collecting.flat.itemsize and self._stores_wider(unit):
             raise ModelError(
                 f"the gradient of {unit.layout.slots[slot].name} is {gradient.dtype}, wider than its parameter. Leave "
@@ -174,6 +177,7 @@ class GradCollector:
             places = self.places
             with places.device.recorder.span("reduce", place.name, gradient.nbytes):
                 return places.kernels.receive(flat, gradient, add=add, at=place.offset, threads=places.threads)
+        # On several ranks or a device, the sum of squares follows after the reduction.
         view = flat[place.offset : place.stop].view(place.shape)
         if add:
             view.add_(gradient)
@@ -189,6 +193,7 @@ class GradCollector:
         # The choice of an early send depends only on the order of arrivals, since sending is a collective.
         if len(self._open) >= pool.count(nbytes):
             size = pool.size_class(nbytes)
+            # Only a buffer of this size helps, and the first of these is the oldest.
             rivals = [i for i, other in self._open.items() if pool.size_class(other.lease.nbytes) == size]
             if len(rivals) == pool.count(nbytes):
                 self._store.keep(self.send(self._units[rivals[0]], last=last))
@@ -224,6 +229,7 @@ class GradCollector:
 
     def send(self, unit: Unit, *, last: bool) -> Sent:
         """Pass a unit's gradient to the reduction over ranks. last: as of `Sent.last`."""
+        # The buffer's former content is still in the gaps and in slots without a gradient.
         collecting = self._open.pop(unit.index)
         flat, present = collecting.flat, set(collecting.squares)
         if not collecting.zeroed:
@@ -234,6 +240,8 @@ class GradCollector:
                     if slot not in present:
                         flat[place.offset : place.stop].zero_()
         lease, flat = self._as_reduced(unit, collecting)
+        # Announces the slots with a gradient, so that all ranks update the same ones [Note: gradients on several
+        # ranks].
         reduced = self._ranks.reduce(flat, unit.layout, present)
         return Sent(unit, flat, lease, reduced, present, collecting.total(unit.layout.slots), last)
 
@@ -243,6 +251,7 @@ class GradCollector:
         if collecting.flat.dtype == dtype:
             return collecting.lease, collecting.flat
         assert pool is not None
+        # Collected in the accumulation dtype over micro-batches, and rounded once for the collective.
         with collecting.lease, self._lease(pool, unit.layout.numel * dtype.itemsize) as lease:
             flat = lease.flat(dtype, unit.layout.numel)
             flat.copy_(collecting.flat)
@@ -261,6 +270,7 @@ class GradCollector:
 
     def discard(self) -> None:
         """Drop all gradients collected so far, after a backward that did not end."""
+        # Backward was cut short: nothing else refers to the buffers, since a send removes them from here.
         for collecting in self._open.values():
             collecting.lease.release()
         self._open = {}

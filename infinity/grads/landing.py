@@ -96,6 +96,7 @@ class Landing:
         try:
             sent.keep_shard(self._ranks.shard(sent.flat))
             self._await_extent(sent.unit)
+            # A gradient for an update now needs no extent, unless a part is there or its dtype changes.
             stored = None
             if stays or add or self._places.dtypes_of(sent.unit).stored != sent.flat.dtype:
                 stored = self._stored_in_place(sent.unit)
@@ -121,6 +122,7 @@ class Landing:
 
     def _arrive_on_device(self, sent: Sent, stored: torch.Tensor | None, *, add: bool) -> Gradient:
         places, shard = self._places, sent.flat
+        # The sum follows the reduction on this thread's stream; the host does not wait [Note: order on a device].
         places.device.await_copy(sent.reduced)
         if stored is not None:
             with places.device.recorder.span("reduce", sent.unit.name, shard.nbytes, places.device.stamp):
@@ -148,11 +150,13 @@ class Landing:
         copied = not add and stored.dtype == shard.dtype
         if pool is None:
             self._places.device.await_copy(sent.reduced)
+            # The squares were summed on arrival, so a plain copy is the only pass left.
             if copied and sent.squares is not None:
                 stored.copy_(shard)
                 squares = _known(sent.squares)
             else:
                 squares = _known(self._receive(layout, stored, shard, _whole(shard), add=add))
+        # Nothing is added, so the device copies to the extent without a buffer of the host.
         elif copied:
             squares = self._leave(sent, stored)
         else:
@@ -232,6 +236,8 @@ class Landing:
         """Copy the shard to `host` in pieces. Gives each once it has arrived; at the end of the block all have."""
         shard, device = sent.flat.view(torch.uint8), self._places.device
         memory, width = host.view(torch.uint8), host.itemsize
+        # All copies are issued at once, so that the device is busy while the host adds the first [Note: how a gradient
+        # lands in its tier].
         pieces = self._pieces_of(sent.unit, width)
         copies: list[Transfer] = []
         try:
@@ -273,6 +279,7 @@ class Landing:
                         found = kernels.receive(into, source[low:high], add=add, initial=initial, threads=threads)
                         sums[number] = found
                     end = high
+                    # The part goes on in the next piece, with the sum so far as its beginning.
                     if part.stop > stop:
                         break
                     number += 1
@@ -281,6 +288,7 @@ class Landing:
 
     def _stored_in_place(self, unit: Unit) -> torch.Tensor | None:
         """Return the view of the extent. Cached in host memory, which does not move."""
+        # Memory of the device may move, so its views are not kept.
         if self._places.on_device(unit):
             return self._places.stored_in_place(unit)
         if unit.index not in self._stored:

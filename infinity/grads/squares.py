@@ -39,6 +39,7 @@ class DeviceSquares:
         self.close()  # reads an earlier gradient's sums, before they are overwritten
         if self._host is None:
             self._host = self._device.host_buffer(len(self._parts) * torch.float64.itemsize)
+        # `_Copied` refers to it until it is copied, since its memory must not be used again before.
         sums = torch.empty(len(self._parts), dtype=torch.float64, device=shard.device)
         self._kernels.squares_into(sums, shard, self._ranges)
         summed = self._device.compute_reached()

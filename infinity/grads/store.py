@@ -77,6 +77,7 @@ class GradStore:
 
     def land(self, sent: Sent) -> Future[Gradient]:
         """Return the gradient plus the stored part, in memory that the update can work in."""
+        # An earlier micro-batch may have stored a part, which the update must not find again.
         add = sent.unit.index in self.units
         self.units.discard(sent.unit.index)
         if self._is_small(sent) and (not add or self._places.tier_of(sent.unit).immediate):
@@ -92,6 +93,8 @@ class GradStore:
         """
         index = sent.unit.index
         try:
+            # Before anything is recorded, so that a full disk loses this step only [Note: a disk that has become
+            # full].
             self._places.tier_of(sent.unit).reserve(self._places.extent_of(sent.unit))
         except OutOfSpaceError:
             sent.drop()
@@ -100,10 +103,12 @@ class GradStore:
         self.units.add(index)
         squares: Future[Squares] = concurrency.future()
         self._squares[index] = squares
+        # A later micro-batch changes the sum, so the norm is summed once, over the last one.
         if sent.last or self._landing.sums_each(sent.unit):
             self._unsummed.pop(index, None)
         else:
             self._unsummed[index] = sent.unit
+        # A small gradient would wait longer for its thread than for the copy.
         if self._is_small(sent) and self._places.tier_of(sent.unit).immediate:
             self._moves.append(_carried_out(self._keep, sent, self.slots, add, squares))
         else:
@@ -129,6 +134,7 @@ class GradStore:
         try:
             self._reduce(sent, slots)
             gradient, stored = self._landing.store(sent, add=add)
+        # Otherwise the norm at step() would wait for a sum that never comes.
         except BaseException as error:
             squares.set_exception(error)
             raise
@@ -151,6 +157,7 @@ class GradStore:
         except BaseException:
             sent.release()
             raise
+        # Known after the reduction is issued only: other ranks may have added slots.
         slots.setdefault(sent.unit.index, set()).update(sent.present)
 
     # -- access ------------------------------------------------------------------------------------------------------
@@ -168,6 +175,7 @@ class GradStore:
     def write(self, unit: Unit, flat: torch.Tensor) -> None:
         """Replace a unit's stored gradient. flat: as returned by `read`."""
         shard = self._ranks.shard(flat)
+        # A shard begins anywhere in the flat tensor, and direct I/O needs aligned memory.
         aligned = host_tensor(shard.numel() * shard.element_size())
         aligned.copy_(shard.view(torch.uint8))
         self._places.tier_of(unit).write(self._places.extent_of(unit), aligned).wait()
@@ -193,6 +201,7 @@ class GradStore:
         Units are added in their order. Waits for the gradients.
         """
         self._sum_unsummed()
+        # Units are added in one order whatever the order of arrival, which keeps the bits [Note: the gradient norm].
         landed = [self._squares[index] for index in sorted(self.units)]
         with self._places.device.recorder.wait("reduce", "gradients"):
             found = [squares.result() for squares in landed]
@@ -233,6 +242,7 @@ class GradStore:
         for index in self.units:
             extent = self._places.placement.of(index, State.GRAD)
             self._places.tiers[extent.tier].discard(extent)
+        # Memory that no later step has needed goes back here [Note: gradients that wait for an update].
         for tier in self._places.tiers.values():
             tier.trim()
         self.units = set()
@@ -243,6 +253,7 @@ class GradStore:
 
     def discard(self) -> None:
         """Drop all gradients and ignore errors of their moves."""
+        # Waits for each move before its extent is dropped; errors belong to gradients that nobody wants.
         for move in self._moves:
             if move.exception() is None and (written := move.result()) is not None:
                 written.exception()

@@ -47,6 +47,7 @@ class Additions:
 
     def note(self, module: nn.Module) -> None:
         """Record a registration in `module`, which may belong to any model."""
+        # torch calls the hook for every module of the process.
         if module in self._known:
             self._changed = True
 
@@ -185,9 +186,11 @@ def find_paths(roots: Iterable[tuple[str, object]], targets: Collection[int]) ->
         looked_at += 1
         if id(value) in targets:
             found.setdefault(id(value), path)
+        # By `type`, since `isinstance` may run code of the object's class.
         if id(value) in seen or issubclass(type(value), _LEAVES):
             continue
         seen.add(id(value))
+        # The queue is bounded too: one list may have more items than the search may visit.
         room = _OBJECTS_AT_MOST - len(queue)
         queue.extend((path + step, child) for step, child in islice(_children(value), room))
     return found

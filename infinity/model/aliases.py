@@ -67,6 +67,7 @@ def check_aliases(model: nn.Module) -> None:
     held = list(_held(model))
     _check_overlaps(held)
     shared = _with_other_users(held)
+    # Twice: a frame may list variables that were deleted, and a false alarm is worse than a second search.
     if shared and _aliased(model, shared):
         refresh_locals()
         problem = _aliased(model, shared)
@@ -187,6 +188,7 @@ def _overlap_problem(one: _Held, other: _Held) -> str:
 
 def _with_other_users(held: Sequence[_Held]) -> dict[int, list[_Held]]:
     """Return storage → the model's parameters in it, for storages with users other than the model's own tensors."""
+    # Counted on a fresh tensor, since a storage has references of PyTorch's own.
     unshared = storage_users(torch.empty(1, device="cpu"))
     by_storage: dict[int, list[_Held]] = {}
     for each in held:

@@ -44,6 +44,7 @@ class BackwardTracker:
         Raises UsageError under compiled autograd, which runs no callback when a backward ends.
         """
         task = torch._C._current_graph_task_id()
+        # The usual call: most saved tensors belong to a task that is known.
         if task in self._tasks:
             return
         refuse_compiled_autograd()
@@ -61,6 +62,7 @@ class BackwardTracker:
         # Later tasks ran inside this one. A checkpoint ends them by an exception once it has recomputed enough.
         self._tasks = {other for other in self._tasks if other < task}
         if not self._tasks:
+            # A checkpoint's task ends inside of the outermost one, which continues [Note: where a backward ends].
             if _is_nested():
                 self._ended_inside = True
             else:

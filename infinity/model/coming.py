@@ -89,6 +89,7 @@ class ComingGradients:
                 del of_unit[ended]
             gradients = of_unit[task] = _InTask()
         gradients.arrived.add(slot)
+        # The graph is asked once; afterwards each arrival takes itself off the list.
         if gradients.coming is not None:
             gradients.coming.discard(slot)
 
@@ -112,6 +113,8 @@ class ComingGradients:
         True in doubt: for a gradient in the graph that turns out to be undefined, and for a unit that ran without a
         graph and was not run again.
         """
+        # A checkpoint will run the block again, with gradients that no graph shows yet [Note: when a gradient is
+        # complete].
         if unit.index in self._without_graph:
             return True
         task = torch._C._current_graph_task_id()
@@ -131,6 +134,7 @@ class ComingGradients:
         if gradients.coming is None:
             if len(gradients.arrived) == len(unit.parameters):
                 return False
+            # The graph of another task cannot be asked from here, so the answer is the safe one.
             if not is_present:
                 return True
             self._ask(unit, gradients)

@@ -64,9 +64,11 @@ class UnitParameters(dict[str, Any]):
             return parameter
         if not self._scope.depth:
             return parameter  # its type fetches the unit
+        # A parameter that torch.func has replaced has values of its own.
         unit = self._units.get(name)
         if unit is None or parameter is not self._managed[name]:
             return parameter
+        # Reads of the unit in use are the usual case, and cost these comparisons only.
         if unit.residency is not Residency.RESIDENT or self._trace.last != unit.index:
             self._use(unit)
         if not unit.layout.trainable and parameter.requires_grad:
@@ -244,10 +246,12 @@ class ModelHooks:
 
         @wraps(call)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            # Another wrapper may keep this function after the engine was closed.
             if not self._open:
                 return call(*args, **kwargs)
             if torch._C._get_tracing_state() is not None:
                 _refuse_script()
+            # The engine's own code runs outside of graphs [Note: compiled models].
             compiling = exchange_callback(None)
             installed, held = None, list[Unit]()
             try:
@@ -256,6 +260,7 @@ class ModelHooks:
                     self._on_forward((args, kwargs))
                     coming.begin_forward((args, kwargs))
                 for unit in units:
+                    # A unit with all of its parameters replaced is not needed: functional_call brings its own.
                     if not self._replaced or self._replaced[unit.index] < self._members[unit.index]:
                         fetcher.hold(unit)
                         held.append(unit)
@@ -274,6 +279,7 @@ class ModelHooks:
                     raise
                 finally:
                     exchange_callback(None)
+                # An output that views the buffer would change once another unit is there.
                 return _own_outputs(output)
             finally:
                 for unit in held:
@@ -305,6 +311,7 @@ class ModelHooks:
         """
         for parameter in module.parameters(recurse):
             if residents.owner_of(parameter) is not None:
+                # A probe without elements shows what `fn` does, before anything is changed.
                 before = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
                 after = fn(before)
                 stays = after.device == before.device or self.ignores_moves

@@ -137,6 +137,7 @@ def _unknown(remote: Any, func: Callable[..., Any], args: tuple[Any, ...], kwarg
     values = (args, kwargs)
     if _REFUSED.match(func.__name__) or kwargs.get("out") is not None or not all(map(is_remote, _tensors(values))):
         raise _refusal(remote._label)
+    # The meta device gives shape and dtype of the result, and refuses to show values.
     args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), values)
     try:
         result = func(*args, **kwargs)
@@ -157,6 +158,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 def _equal(first: Any, second: Any) -> bool:
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
+    # Without both digests the values are on rank 0 only, and a guess could differ between ranks.
     if first._digest is None or second._digest is None:
         raise _refusal((second if first._digest else first)._label)
     return bool(first._digest == second._digest)

@@ -134,6 +134,7 @@ class _Reference:
     def view(self) -> torch.Tensor:
         """Fetch the unit and return the tensor as a view of its present buffer. Raises LifetimeError if it changed."""
         unit = self.unit
+        # An update or a load has overwritten the values, which no fetch can bring back.
         if unit.generation != self.generation:
             raise LifetimeError(
                 f"backward needs the parameters of unit {unit.name} as they were before they were updated. Set "
@@ -141,6 +142,7 @@ class _Reference:
             )
         self.fetcher.use(unit)
         parameter = unit.parameters[self.slot]
+        # PyTorch's own check is off under saved-tensor hooks [Note: saved references].
         if self.version is not None and (version := version_of(parameter)) != self.version:
             raise LifetimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -161,6 +163,7 @@ class _Reference:
             if self.dtype != unit.layout.dtype:
                 whole = whole.view(self.dtype)
             found = whole.as_strided(self.size, self.stride, self.offset)
+            # Lazy bits are properties of the view, which as_strided does not restore.
             if self.conj:
                 found = found.conj()
             if self.neg:
@@ -213,6 +216,8 @@ class SavedTensors:
         top = topmost_hooks(True)
         if not _are_allowed() or (top is not None and top[1] is self._unpack_hook):
             return False
+        # PyTorch calls the topmost hooks alone, so those of the user are called by ours [Note: saved-tensor hooks of
+        # the user].
         if top is None:
             _push(self._pack, self._unpack_hook)
         else:
@@ -229,6 +234,7 @@ class SavedTensors:
             reference = _reference(tensor)
             if reference is not None:
                 return reference
+            # An inference tensor has no version, by which an edit could be found.
             if tensor.is_inference():
                 return tensor
             if self._activations is not None and (saved := self._activations.save(tensor)) is not None:
@@ -239,6 +245,7 @@ class SavedTensors:
 
     @eager
     def _unpack(self, packed: Any) -> torch.Tensor:
+        # The first unpack of a graph task shows that a backward runs [Note: where a backward ends].
         self._on_unpack()
         if isinstance(packed, _Passed):
             packed = packed.restore()
@@ -279,6 +286,7 @@ def _intercept_pushes() -> None:
 
 def _reference(tensor: torch.Tensor) -> _Reference | None:
     """Return a reference that rebuilds `tensor`; None if it is in no unit, or of an unsupported subclass."""
+    # By identity first: a parameter whose unit is released views no buffer.
     owner = residents.owner_of(tensor)
     if owner is not None:
         return _Reference.to_parameter(tensor, owner)
@@ -320,9 +328,11 @@ def _packing_over(pack: _Pack, unpack: _Unpack) -> _Pack:
             return _Passed(unpack, pack(tensor))
         if not recomputed:
             return reference if _is_lossless(pack, unpack, tensor) else _Passed(unpack, pack(tensor), reference.token)
+        # A checkpoint computes with the values of its second run, edits included.
         reference.allow_edits()
         with outside_modes():
             stand_in = placeholder(tuple(tensor.shape), tensor.dtype, tensor.device).detach()
+        # The checkpoint keeps and returns its tensors, so the reference travels on one.
         setattr(stand_in, _STANDS_FOR, reference)
         return _Passed(unpack, pack(stand_in), reference.token)
 

@@ -21,6 +21,7 @@ def bind(unit: Unit) -> None:
     released.restore(unit.parameters)
     for parameter, place in zip(unit.parameters, unit.places, strict=True):
         set_local(parameter, flat.as_strided(*place))
+    # The addresses show later whether `.data` was assigned (`adopt_assigned`).
     start, itemsize = flat.data_ptr(), flat.itemsize
     unit.bind(
         [(start + offset * itemsize if prod(shape) else 0, shape, stride) for shape, stride, offset in unit.places]
@@ -53,6 +54,7 @@ def adopt_assigned(unit: Unit, recorder: Recorder) -> None:
 
 def _adopt_all(unit: Unit, present: list[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> None:
     assert unit.lease is not None
+    # Each parameter that still views the buffer is one expected reference; one that was assigned is none.
     unchanged = sum(now == bound for now, bound in zip(present, unit.views, strict=True))
     viewed = unit.lease.is_referenced(beyond=unchanged)
     flat, guarded = unit.flat(), released.is_released(unit.parameters[0])
@@ -67,6 +69,7 @@ def _adopt_all(unit: Unit, present: list[tuple[int, tuple[int, ...], tuple[int, 
 
 def _adopt(unit: Unit, number: int, flat: torch.Tensor, *, viewed: bool) -> None:
     parameter, slot = unit.parameters[number], unit.layout.slots[number]
+    # The parameter gets its view first, so that it is whole whichever check raises.
     view, assigned = flat.as_strided(*unit.places[number]), local(parameter).data
     set_local(parameter, view)
     if assigned.shape != view.shape:
@@ -92,6 +95,7 @@ def assigned(unit: Unit, slot: int) -> int:
 
     Several assignments without an adoption in between count as one.
     """
+    # The type that fetches the unit would be asked for the address, and fetch.
     with torch._C.DisableTorchFunctionSubclass():
         pending = local(unit.parameters[slot]).data_ptr() != unit.views[slot][0]
     return unit.assignments[slot] + pending
@@ -121,6 +125,7 @@ class ResidentUnits:
 
     def add(self, unit: Unit) -> None:
         self._units[unit.index] = unit
+        # Outside of the model's code every use has to fetch, since the unit may be evicted in between.
         if not self._open:
             released.release(unit.parameters)
 

@@ -62,6 +62,7 @@ class UnitBuffers:
 
     def missing(self, units: Iterable[Unit]) -> Counter[int]:
         """Return size → number of buffers that the pool lacks to hold `units` at once, beside those held now."""
+        # Units that are pinned already have their buffer, so they ask for none.
         sizes = Counter(self._sizes[unit.index] for unit in units if not unit.pin_count)
         held = Counter(self._sizes[index] for index, unit in self._leased.items() if unit.pin_count)
         for size in list(sizes):
@@ -114,10 +115,13 @@ class UnitBuffers:
 
         A single rank leaves out those whose eviction would wait or cost a buffer.
         """
+        # A prefetch that evicts a unit needed sooner would only exchange one wait for another.
         needed = self._schedule.trace.next_use(unit.index)
         for next_use, victim in self.victims(unit):
             if next_use <= needed:
                 return
+            # Several ranks take the victim of the trace even if that waits: ranks differ in which are busy [Note:
+            # eviction on several ranks].
             if not self._schedule.alone or not (_is_busy(victim) or _is_viewed(victim)):
                 yield victim
 
@@ -133,6 +137,7 @@ class UnitBuffers:
                 waiting.append(victim)
             else:
                 yield victim
+        # Waiting takes time once; a viewed buffer stays with its views, and costs another one.
         yield from waiting
         yield from viewed
 

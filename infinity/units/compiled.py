@@ -87,6 +87,7 @@ def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        # Dynamo compiles frames by a callback of the thread; without one it leaves the callees alone.
         callback = exchange_callback(None)
         try:
             return function(*args, **kwargs)
@@ -177,6 +178,7 @@ def outside_modes() -> AbstractContextManager[object]:
     dispatch, function = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
     transforms, inference = torch._C._are_functorch_transforms_active(), torch.is_inference_mode_enabled()
     trace = torch._C._get_tracing_state()
+    # The usual case, which every operation of the engine pays for.
     if not (function or transforms or inference or trace):
         return _without_dispatch() if dispatch else _NOTHING
     suspended = ExitStack()
@@ -228,6 +230,7 @@ def written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         names = [place.name for place, is_write in zip(schema.arguments, writes, strict=True) if is_write]
         given = [value for value, is_write in zip(args, writes, strict=False) if is_write]
         return [*given, *(kwargs[name] for name in names if name in kwargs)]
+    # Functions of the Python interface have no schema, so the name has to tell.
     in_place = _IN_PLACE.match(getattr(func, "__name__", "")) is not None
     return [*(args[:1] if in_place else ()), kwargs.get("out")]
 

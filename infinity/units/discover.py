@@ -135,6 +135,7 @@ class _Walk:
         self.groups.append((prefix, []))  # reserves the place of the parent before its children
         left = self.claim(module, prefix, recurse=False)
         in_list = isinstance(module, nn.ModuleList)
+        # Tiny entries stay with the parent, since each would be a transfer of its own.
         crumbs = [child for child in module.children() if in_list and not self.is_block(child)]
         apart = sum(map(self.nbytes, crumbs)) > self.unit_size  # such as tiles: too much for the parent's unit
         for name, child in module.named_children():
@@ -143,6 +144,7 @@ class _Walk:
                 self.whole(child, path)
             else:
                 left += self.visit(child, path, in_list=in_list)
+        # A container has no forward that could acquire a unit, so its parent takes the rest.
         if _is_container(module):
             return left
         self.groups[mine] = (prefix, left)
@@ -156,6 +158,7 @@ class _Walk:
             return []
         if in_list and not fits and next(module.children(), None) is not None:
             return self.open(module, path)
+        # Blocks become units of their own, however small the subtree is, since forward runs one after the other.
         if _is_container(module) or self.holds_blocks(module):
             return self.open(module, path)
         if nbytes < self.unit_size // _CRUMB:
@@ -194,6 +197,7 @@ def discover(model: nn.Module, unit_size: int, width: int | None = None) -> list
 
 def _split(root: str, members: list[tuple[str, nn.Parameter]]) -> Iterator[UnitParameters]:
     kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+    # A unit is one flat tensor with one optimizer, so dtypes and frozen parameters are apart.
     for entry in members:
         kinds.setdefault((entry[1].requires_grad, entry[1].dtype), []).append(entry)
     for position, ((trainable, dtype), entries) in enumerate(kinds.items()):
@@ -221,6 +225,7 @@ def modules_to_hook(model: nn.Module, unit_of: dict[int, int], roots: Sequence[s
         if module in owners and not _is_container(module):
             owner = module
         units = [unit_of[id(p)] for p in module.parameters(recurse=False) if id(p) in unit_of]
+        # A weight tied to another subtree is acquired by the module that uses it, not by all of its parents.
         user = owner if all(stands_at[unit] is owner for unit in units) else module
         for unit in units:
             needed = hooked.setdefault(uncompiled(user), [])

@@ -57,6 +57,7 @@ class KeptBuffers:
 
     def keep(self, unit: Unit, lease: Lease, *, valid: bool = True) -> KeptBuffer:
         """Quarantine the buffer that the unit leaves. valid: it holds the unit's present parameters."""
+        # Taken now, so that an edit through a view is found later, without a version [Note: edits without a version].
         fingerprint = self._device.fingerprint(lease.tensor)
         kept = KeptBuffer(lease.quarantine(), unit.generation if valid else -1, fingerprint)
         self._kept[unit.index] = kept
@@ -93,17 +94,20 @@ class KeptBuffers:
 
     def shows_past(self, unit: Unit) -> bool:
         """Return whether live views show values from before an update, of this rank's shard or of another rank's."""
+        # The update has written this rank's shard at most; those of other ranks come with a fetch.
         if unit.index in self._overwritten:
             return True
         kept = self._kept.get(unit.index)
         if kept is None:
             return False
+        # A pending update has not changed the kept values yet, but in a plain loop step() has.
         due = unit.due_update is not None or kept.generation != unit.generation
         return due and self.is_viewed(unit)
 
     def warn(self, unit: Unit) -> None:
         """Warn once that views of a released unit cost a buffer. Call it last: warnings may be set to raise."""
         handling = sys.exc_info()[0] is not None  # its traceback keeps references
+        # Once per unit: the same line of the model causes it in each step.
         if unit.index not in self.warned and not handling:
             self.warned.add(unit.index)
             warnings.warn(
@@ -135,6 +139,7 @@ class EditCheck:
         self._flag = flag
 
     def __call__(self) -> bool:
+        # Two waits with two reasons: compute that was ahead of the check, then the copy of its result.
         recorder = self._device.recorder
         with recorder.wait("compute", "edits"):
             self._computed.wait()
@@ -161,6 +166,8 @@ class EditChecks:
         """Start to compare a resident unit's buffer, which nothing changes any more, with the unit's fingerprint."""
         assert unit.lease is not None
         flag = self._flags[unit.index : unit.index + 1]
+        # Compared on the device: only one byte comes back, and the model's thread need not wait for it [Note: who
+        # waits for a fingerprint].
         same = self._device.fingerprint(unit.lease.tensor) == unit.fingerprint
         if not isinstance(same, torch.Tensor):
             flag[0] = same

@@ -111,6 +111,8 @@ class Released:
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Shapes and dtypes are those of the placeholder, and a fetch for them would cost a read [Note: parameters
+        # outside of their forward].
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -118,16 +120,20 @@ class Released:
             _check_grad(args[0], *(args[1:] if func is not _GRAD[0] else ()))
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        # A parameter is an input of the derivative here, and its values are not read.
         if func in _BACKWARDS:
             return _backward(func, args, kwargs)
+        # Only a backward has gradients of one rank alone, from which code could edit shared parameters.
         if torch._C._current_graph_task_id() != -1:
             _check_edit(func, args, kwargs)
         if func == _SET_DATA:  # `==`, since each access creates a new wrapper
             _check_data(*args)
+        # Held and not just used: the fetch of a second argument must not evict the first one.
         with _whole(_owners((args, kwargs))):
             return func(*args, **kwargs)
 
     def detach(self) -> torch.Tensor:
+        # nn.Parameter(...) would share the buffer, whose memory belongs to another unit soon.
         if sys._getframe(1).f_code is _NEW_PARAMETER:
             unit, _, slot = _owner(self)
             raise UsageError(
@@ -153,6 +159,7 @@ class Released:
 
 def take_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return `parameter.grad` and set it to None."""
+    # The released type may refuse: it cannot tell the engine from the user's code (`_check_grad`).
     with torch._C.DisableTorchFunctionSubclass():
         gradient, parameter.grad = parameter.grad, None
     return gradient
@@ -168,6 +175,7 @@ def _check_grad(parameter: Any, *value: Any) -> None:
     if owner is None:
         return
     name = owner.unit.layout.slots[owner.slot].name
+    # Two texts, since the fix differs: inside a backward a hook came too late, after it the gradient is gone.
     if owner.slot in owner.unit.collected and torch._C._current_graph_task_id() != -1:
         raise UsageError(
             f"{name}.grad was {'set' if value else 'read'} in a backward, after the engine took a gradient of this "
@@ -239,6 +247,7 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     wanted = args[1] if len(args) > 1 else ()
     args, inputs = tree_map_only(Released, _edge, tensors)
     kwargs = kwargs if inputs is None else {**kwargs, "inputs": inputs}
+    # Edges have no shape, so zeros for unused inputs are made here, from the parameters.
     if not kwargs.get("materialize_grads"):
         return func(*args, **kwargs)
     found = func(*args, **{**kwargs, "materialize_grads": False, "allow_unused": True})
@@ -263,6 +272,7 @@ def _whole(owners: Iterable[Owner]) -> Iterator[None]:
     """Hold the units of these owners in the block, so that their parameters have their values and own types."""
     with ExitStack() as undo:
         for unit, fetcher, _ in owners:
+            # The scope comes first: a fetch binds the parameter with the type of an open scope.
             undo.callback(fetcher.scope.leave, fetcher.scope.enter())
             fetcher.hold(unit)
             undo.callback(fetcher.unhold, unit)
@@ -274,6 +284,7 @@ def _owners(values: Any) -> Iterator[Owner]:
     """Yield the owners of all managed parameters in the arguments of an operation. Resident ones are included, since
     fetching one unit must not evict another.
     """
+    # A closed engine has no owner for a released parameter, which is an error and not a plain tensor.
     if isinstance(values, torch.Tensor):
         if isinstance(values, Released):
             yield _owner(values)
@@ -308,6 +319,7 @@ def version_of(parameter: nn.Parameter) -> int:
 @cache
 def derived_type(base: type, kind: type) -> type:
     """Return the class of both `base`, which intercepts uses, and `kind`, the own class of a parameter."""
+    # Without slots of its own, the class has the memory layout that an assignment to `__class__` requires.
     body = {"__slots__": (), "_kind": kind, "__module__": base.__module__}
     return type(kind)(f"{base.__name__}{kind.__name__}", (base, kind), body)
 

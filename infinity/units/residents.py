@@ -82,6 +82,7 @@ def owner_of(parameter: object) -> Owner | None:
 def add_buffer(unit: Unit) -> None:
     """Register the leased buffer of `unit` as the memory of its parameters."""
     assert unit.lease is not None
+    # The references of the parameters are used again, so that both registries end with the same engine.
     owner, fetcher, _ = _parameters[id(unit.parameters[0])]
     _buffers[unit.lease.storage] = owner, fetcher
 

@@ -77,8 +77,10 @@ class Records:
         """Set the masters of `changed` elements, bool (shard_numel,), to `values`, (shard_numel,) of 16 bits."""
         for tile, ranges in self._ranges():
             part = slice(tile.start, tile.stop)
+            # An edit of one layer leaves most tiles alone, and each costs a read and a write.
             if not changed[part].any():
                 continue
+            # A remainder of 0 makes the master equal to the edited parameter, without loss.
             name = "remainder" if "remainder" in ranges else "master"
             place = ranges[name]
             offset, first, nbytes = tile.offset, place.first, tile.nbytes
@@ -93,6 +95,7 @@ class Records:
     def _write_whole(self, shards: Mapping[str, torch.Tensor]) -> None:
         writing: deque[Transfer] = deque()
         for (tile, ranges), buffer in zip(self._ranges(), self._buffers(), strict=False):
+            # The buffer that comes next is the one whose write was started first.
             if len(writing) == _BUFFERS:
                 writing.popleft().wait()
             for name, place in ranges.items():
@@ -148,6 +151,7 @@ class UnitStates:
             self._write_param(layout, shards["param"])
             return
         param = shards["master"]
+        # The fp32 master is the parameter plus a remainder of 16 bits [Note: a master in 16 bits].
         if layout.dtype == torch.bfloat16:
             halves = [flat_tensor(layout.shard_numel, dtype) for dtype in (layout.dtype, torch.int16)]
             param, shards["remainder"] = halves
@@ -172,6 +176,7 @@ class UnitStates:
             if kept is not None:
                 flats["master"] = flat_tensor(layout.numel, torch.float32)
                 self.ranks.shard(flats["master"]).copy_(join_master(shard, self.ranks.shard(kept)))
+            # An fp32 parameter is its own master, and is stored once.
             elif layout.dtype == torch.float32:
                 flats["master"] = param
         return flats
@@ -238,6 +243,7 @@ class UnitStates:
         """
         if not layout.trainable or layout.dtype == torch.float32:
             return
+        # Only edited elements change: the remainder of the others has bits that the parameter lacks.
         before, after = flat_tensor(layout.shard_numel, layout.dtype), flat_tensor(layout.shard_numel, layout.dtype)
         self._tier(layout, State.PARAM).read(self._extent(layout, State.PARAM), before.view(torch.uint8)).wait()
         self.device.copy(after.view(torch.uint8), shard).wait()
@@ -258,6 +264,7 @@ class UnitStates:
     def _write_param(self, layout: UnitLayout, shard: torch.Tensor) -> None:
         """Write this rank's shard of the parameters, (shard_numel,) in the unit's dtype or fp32."""
         aligned = shard
+        # Direct I/O needs aligned memory, and a shard begins anywhere in the flat tensor.
         if shard.dtype != layout.dtype or shard.data_ptr() % PAGE:
             aligned = flat_tensor(shard.numel(), layout.dtype)
             aligned.copy_(shard)

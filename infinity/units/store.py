@@ -158,6 +158,7 @@ class UnitStore:
 
     def lease(self, unit: Unit) -> Lease:
         """Return a buffer for a released unit that is needed now. Waits for updates and premature prefetches."""
+        # A free buffer costs no eviction, so it comes before any victim [Note: why eviction follows Belady].
         lease = self.buffers.free(unit)
         if lease is not None:
             return lease
@@ -166,6 +167,8 @@ class UnitStore:
             lease = self.buffers.free(unit)
             if lease is not None:
                 return lease
+        # All buffers of this size are held: nested modules and GatheredParameters may hold more units than the plan
+        # expects.
         return self.buffers.extra(unit)
 
     def lease_ahead(self, unit: Unit) -> Lease | None:
@@ -178,6 +181,7 @@ class UnitStore:
         lease = self.buffers.free(unit)
         if lease is not None:
             return lease
+        # One victim is enough, since buffers of a size class are interchangeable.
         for victim in self.buffers.later_than(unit):
             self._evict(victim)
             return self.buffers.free(unit)
@@ -196,18 +200,21 @@ class UnitStore:
 
     def fetch(self, unit: Unit, *, holds: bool) -> None:
         """RELEASED → FETCHING. holds: as returned by `assign`."""
+        # `assign` has bound the unit to its kept buffer, which holds every shard.
         if unit.residency is Residency.RESIDENT:
             return
         unit.move(Residency.FETCHING)
         if unit.update is not None:
             self.await_update(unit.update)  # an update in the tier alone
         read: Transfer = DONE
+        # A kept buffer has this rank's shard, with the edits that views have made; a read would overwrite them.
         if not holds:
             read = self._states.fetch(unit.layout, unit.shard_bytes(self._ranks.shard_rank))
         unit.come(self._ranks.all_gather(unit.flat(), read, unit.index))
 
     def follow_update(self, unit: Unit) -> None:
         """UPDATING → FETCHING: gather the other ranks' shards once the update has computed this rank's."""
+        # After `computed` and not `done`: the buffer has the new parameters before the tiers have them.
         assert unit.update is not None
         unit.move(Residency.FETCHING)
         unit.come(self._ranks.all_gather(unit.flat(), unit.update.computed, unit.index))
@@ -220,6 +227,7 @@ class UnitStore:
             # Edited elements of 16-bit parameters are found by comparison with the tier, and edits of others may have
             # to stay out of it, so the write of the update must end before the user can edit the buffer.
             self.await_update(unit.update)
+        # The lane names the work that the model sleeps for: the update, while it still writes, or the gather.
         lane = "gather" if unit.update is None or unit.update.done.done() else "update"
         transfer = unit.take_transfer()
         assert transfer is not None
@@ -228,11 +236,13 @@ class UnitStore:
             with self.recorder.wait(lane, "parameters" if lane == "gather" else "update"):
                 self._device.await_copy(transfer)
         except BaseException:
+            # The buffer is filled in part, so no view of it may be taken for the unit's values.
             self._drop(unit, valid=False)
             raise
         if unit.fingerprint is None and isinstance(transfer, Fingerprinted):
             # It covers the whole buffer: shards of other ranks were not gathered.
             unit.note_fingerprint(transfer.fingerprint)
+        # Before the parameters are bound: the lease may change its memory to the one that views refer to.
         if unit in self.kept:
             self._return_to_viewers(unit)
         self._land(unit)
@@ -240,6 +250,7 @@ class UnitStore:
     def _land(self, unit: Unit) -> None:
         """Make the fetched parameters resident: FETCHING → RESIDENT."""
         unit.move(Residency.RESIDENT)
+        # Tensors that autograd saves from the buffer find their unit by its storage [Note: saved references].
         binding.bind(unit)
         residents.add_buffer(unit)
         self.resident.add(unit)
@@ -282,6 +293,7 @@ class UnitStore:
         The buffer holds the parameters, is being filled with them, or, for a RELEASED unit, is filled by the update.
         """
         assert unit.lease is not None
+        # Kernels of the model that were issued before may still read the buffer that the update writes.
         reached = self._device.compute_reached()
         arrives: Transfer | None = None
         early, viewed, leaves = job.gradient is not None, False, False
@@ -293,18 +305,22 @@ class UnitStore:
                 with self.moving():
                     self.await_update(unit.update)  # its write refers to the buffer too
             viewed = unit.is_viewed()
+            # Views may show the past until the unit is fetched into this buffer again [Note: kept views].
             if viewed:
                 self.kept.note_overwritten(unit)
             prepare, checked = self._take_edit(unit, later=not viewed)
             self._leave(unit)
             leaves = early and self._is_rewritten_in_tier_only(unit)
+            # Backward may still read through a view, so an early update gets a copy in another buffer.
             if early and viewed and not leaves:
                 arrives = self._leave_to_viewers(unit)
         elif unit.residency is Residency.FETCHING:
             arrives = unit.take_transfer()
+            # A prefetched unit: the update waits for its fetch in place of reading the parameters again.
             unit.note_read(arrives or DONE)
         if unit.lease.is_substituted:
             self.kept.note_overwritten(unit)
+        # Views stay attached to the buffer, so the parameters change their type and keep their memory.
         if self.kept.is_overwritten(unit):
             released.release(unit.parameters)
         else:
@@ -317,6 +333,7 @@ class UnitStore:
         fetched = unit.fetched
         unit.note_read(DONE)
         unit.begin_update(job.progress, early=early)
+        # A buffer that is released at once gets no copy of the result: the next fetch reads the tier.
         target = None if leaves else unit.shard_bytes(self._ranks.shard_rank)
         return PlacedUpdate(job, target, arrives, reached, fetched, after, prepare, checked)
 
@@ -344,6 +361,7 @@ class UnitStore:
         its own thread, in place of the model's, and a transfer after which that does not wait for the device
         [Note: who waits for a fingerprint].
         """
+        # Data assigned to `.data` is an edit too, which the comparison below would not see outside of the buffer.
         binding.adopt_assigned(unit, self.recorder)
         if self._finds_edits:
             self._was_edited(unit)
@@ -352,6 +370,7 @@ class UnitStore:
             return None, DONE  # the update starts from the buffer, and there is no other copy of the values
         layout, shard = unit.layout, unit.shard_bytes(self._ranks.shard_rank)
         edited = self._edits.start(unit)
+        # On the host the comparison is done when it returns, so nothing is gained by another thread.
         later = later and not in_tier and not self._device.host_addressable
 
         def take() -> None:
@@ -392,6 +411,7 @@ class UnitStore:
         assert unit.lease is not None
         viewed = self.kept.is_viewed(unit)
         kept = self.kept.take(unit)
+        # Two values of one parameter, the edit and the update, and no order between them: raise instead of choosing.
         if self.kept.is_edited(unit, kept):
             self._evict(unit)
             raise edit_lost(unit)
@@ -444,12 +464,14 @@ class UnitStore:
         Views of the units show the fetched values.
         """
         edited = {unit.index for unit in units if self._was_edited(unit)}
+        # The fetch below is a collective, so ranks without the edit have to join it.
         edited = self._ranks.union(edited, Operation.DISCARD_EDITS)
         discarded = [unit for unit in units if unit.index in edited]
         with self.moving():
             for unit in discarded:
                 if unit.update is not None:
                     self.await_update(unit.update)
+                # In the order of an eviction, but without its write: the tier has the values of before the edit.
                 self._leave(unit)
                 self._detach(unit)
                 self._drop(unit, valid=False)
@@ -467,6 +489,7 @@ class UnitStore:
             units = [unit for unit in self.units if unit.index not in self._held_back]
         with self.moving():
             for unit in units:
+                # The update takes edits with it, or has taken them.
                 if unit.due_update is not None or unit.residency is Residency.UPDATING:
                     continue
                 if unit.residency is Residency.RESIDENT and self._was_edited(unit):
@@ -498,6 +521,7 @@ class UnitStore:
         """Return the units whose live views show old values on any rank. Collective."""
         past = {unit.index for unit in self.units if self.kept.shows_past(unit)}
         self.kept.forget_overwritten()
+        # The fetches that follow are collectives, and ranks may hold different views.
         past = self._ranks.union(past)
         return [self.units[index] for index in sorted(past)]
 
@@ -510,6 +534,7 @@ class UnitStore:
                 edited = self.kept.is_edited(unit)
                 if unit.lease is not None:
                     self._evict(unit)
+                # An update in the tier alone leaves no buffer, but its write is still under way.
                 elif (update := unit.take_update()) is not None:
                     self.await_update(update)
                 if edited:
@@ -526,12 +551,14 @@ class UnitStore:
         self.kept.clear()
 
     def _evict(self, unit: Unit) -> None:
+        # The update writes from this buffer, and a transfer writes to it: neither may outlive the lease.
         if (update := unit.take_update()) is not None:
             self.await_update(update)
         if (transfer := unit.take_transfer()) is not None:
             with self.recorder.wait("gather", "parameters"):
                 transfer.wait()
         if unit.residency is Residency.RESIDENT:
+            # Most evictions write nothing: the buffer has the bytes of the tier [Note: edits without a version].
             if self._was_edited(unit):
                 self._write_back(unit)
                 unit.note_fingerprint(self._fingerprint(unit))
@@ -551,6 +578,7 @@ class UnitStore:
         """Release the unit's buffer: → RELEASED. valid: the buffer holds the unit's present parameters."""
         assert unit.lease is not None
         unit.move(Residency.RELEASED)
+        # Views are alive, so the memory is theirs, and the pool makes another buffer [Note: kept views].
         if unit.lease.is_referenced():
             self.kept.keep(unit, self.buffers.take(unit), valid=valid)
             self.kept.warn(unit)
@@ -570,11 +598,13 @@ class UnitStore:
             return False
         needed = self.kept.is_viewed(unit) or self.kept.is_edited(unit)
         kept = self.kept.take(unit)
+        # Nobody sees the kept buffer any more: it is freed with its last reference.
         if not needed:
             binding.unbind(unit)
             return False
         present = kept.generation == unit.generation
         lease.substitute(kept.buffer)
+        # One shard is the whole unit, so nothing has to be gathered.
         if present and self._ranks.shards == 1:
             unit.move(Residency.FETCHING)
             self._land(unit)
@@ -610,6 +640,7 @@ class UnitStore:
         """
         binding.adopt_assigned(unit, self.recorder)
         edited = self._edits.start(unit)()
+        # Each rank has gradients of its own in a backward, so the same hook edits differently on each.
         if edited and self._finds_edits:
             self._refuse_edit(unit)
         return edited
@@ -628,6 +659,7 @@ class UnitStore:
 
     def _write_back(self, unit: Unit) -> None:
         """Write an edit of this rank's shard to its tier and its masters."""
+        # A background save reads these states, and must see those of the step that it saves.
         self._await_snapshot(unit)
         shard = unit.shard_bytes(self._ranks.shard_rank)
         with self.recorder.wait("gather", "parameters"):

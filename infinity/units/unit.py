@@ -58,6 +58,7 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     Models read shapes and dtypes at run time, and autograd checks them. Operations through PyTorch's Python interface
     never read its values (`infinity.units.released`).
     """
+    # One element serves every shape by stride 0, so released parameters take no memory.
     key = (dtype, device)
     if key not in _placeholders:
         _placeholders[key] = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
@@ -82,6 +83,7 @@ class Unit:
         """Number of running forwards and other scopes that need the unit resident."""
         self.token = object()
         """Referenced by each tensor of the unit that autograd saved and may still unpack."""
+        # Counts what this object holds itself, so that the difference is the number of saved references.
         self._without_references = sys.getrefcount(self.token)
         self.generation = 0
         """Count of overwrites of the parameters, such as updates. Earlier references are invalid."""

@@ -46,11 +46,13 @@ def update_run(
     first: index of the first element in the model, a multiple of 256; with `seed` and `step` it determines the rounding
     of 16- and 8-bit moments. threads, background: of an update on the host (`cpu_adam.update_flat`).
     """
+    # The place of the parameters decides, since states are in the same memory then.
     on_host = param.is_cpu
     if not on_host and not _has_kernels(param.device.type):
         return _update_by_torch(states, param, grad, hyper, step, grad_scale)
     kept = states.get("remainder", states.get("master"))
     given = (param, kept, grad, *moments_in(hyper.rule, states), hyper, step)
+    # A counter and no generator, so that the bits follow from element and step [Note: kernels with the same bits].
     key = rounding_key(seed, step)
     if on_host:
         update_flat(*given, grad_scale=grad_scale, key=key, first=first, threads=threads, background=background)

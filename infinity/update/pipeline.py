@@ -40,7 +40,9 @@ class UpdatePipeline:
 
         Errors are raised by waits for the job's progress.
         """
+        # The update is sure to run from now on, so a commit may wait for its end.
         placed.job.progress.began.keep()
+        # For a small unit, waking the thread takes longer than its update.
         if self._is_immediate(placed):
             self._update_now(placed)
             return
@@ -80,6 +82,7 @@ class UpdatePipeline:
 
         Called by the thread that submits jobs. Does nothing while jobs are under way, which need the buffers.
         """
+        # Both counters have one writer each, so comparing them needs no lock.
         if self._submitted != self._ended:
             return
         for layout in layouts:
@@ -135,13 +138,16 @@ class UpdatePipeline:
                 self._writing.append(self._stages.compute(self._reading.popleft()))
             elif self._writing:
                 self._finish_write()
+            # Only after all reads and writes in flight, so that closing loses no update.
             elif self._closing:
                 return
+            # Writes that have ended give back buffers of tiles, which the next reads wait for.
             while self._writing and all(transfer.done() for transfer in self._writing[0].transfers):
                 self._finish_write()
 
     def _read_ahead(self) -> None:
         """Start reads until enough are in flight, no buffer is free, or no job is queued."""
+        # Reads cross the border between jobs, so the drive is busy while one unit ends and the next begins.
         while len(self._reading) < self._buffers.reads_ahead:
             if self._running is None and not self._open_next():
                 return
@@ -171,6 +177,7 @@ class UpdatePipeline:
         ready = all(transfer.done() for transfer in (placed.after, placed.arrives or DONE, placed.checked))
         if (self._reading or self._writing) and not ready:
             return False  # its dependencies may wait for tiles in flight here
+        # No staging buffer is free: a job in flight has it, and gives it back.
         self._running = self._stages.open(placed)
         if self._running is None:
             return False
@@ -180,5 +187,6 @@ class UpdatePipeline:
     def _finish_write(self) -> None:
         write = self._writing.popleft()
         self._stages.end(write)
+        # After `end`: `submit` may run a small update in the model's thread as soon as the counters are equal.
         if write.item.last:
             self._ended += 1

@@ -77,9 +77,11 @@ class UpdateStages:
         """Start the copy of the parameters to `work` from their tier or from the unit's buffer."""
         device = self._buffers.device
         try:
+            # The update before, or a save, still uses these states; `prepare` then brings an edit into them.
             placed.after.wait()
             if placed.prepare is not None:
                 placed.prepare()
+            # Parameters change in place, and the last fetch may still read them [Note: updates in the extent].
             if unit.updated_in == "tier":
                 return placed.fetched
             assert placed.target is not None
@@ -99,6 +101,7 @@ class UpdateStages:
         No write of them may be under way.
         """
         unit, pool = self.unit(layout), self._buffers.tile_pool
+        # Memory has nothing to read ahead, and the next units may still be on nvme.
         if unit.optim_tier.kind.in_memory:
             return True
         tiles = (layout.tile for layout in unit.tiles)
@@ -110,6 +113,7 @@ class UpdateStages:
         layout = running.tiles[0]
         tile = layout.tile
         grad = running.take_grad()
+        # A gradient in memory is taken whole; a stored one is read tile by tile, like the states.
         if grad is None and running.job.gradient is None:
             width = unit.stored.itemsize
             span = (tile.start * width, (tile.stop - tile.start) * width)
@@ -144,6 +148,7 @@ class UpdateStages:
                 transfers.append(running.unit.optim_tier.store(item.states))
         except BaseException as error:  # noqa: BLE001 - carried by the job to its waiters
             running.fail(error)
+        # Parameters leave their buffer in one write, after the last tile.
         if item.last:
             transfers += self._conclude(running)
         return TileWrite(transfers, item)
@@ -153,8 +158,10 @@ class UpdateStages:
         job = running.job
         grad = item.grad.tensor.view(running.unit.stored) if item.grad else None
         if grad is None:
+            # Asked at the first tile, before any state has changed, and once for the whole unit.
             if running.is_skipped(self._is_refused):
                 return
+            # Waits on the stream: the host goes on, and the kernel follows the gradient [Note: order on a device].
             self._buffers.device.await_copy(job.arrived().reached)
             grad = _part(job.arrived().shard, tile.start, tile.stop)
         runs = running.runs()
@@ -171,6 +178,8 @@ class UpdateStages:
         # An update that waits for a drive keeps its priority, since the drive then waits for the update.
         in_memory = all(window.lease is None for window in item.windows)
         background = self._buffers.beside_compute and in_memory
+        # Parameters of other param_groups, and those without a gradient, lie between the runs [Note: counts of
+        # updates].
         for run in runs:
             low, high = max(run.start, tile.start), min(run.stop, tile.stop)
             if low >= high:
@@ -206,6 +215,7 @@ class UpdateStages:
         layout, tensor = item.layout, item.states.tensor
         if layout.states is not None:
             return layout.states
+        # Buffers of the pool come back at the same addresses, so a few entries serve all tiles.
         key = tensor.data_ptr(), layout.tile.stop - layout.tile.start, item.running.job.layout.dtype
         states = self._views.get(key)
         if states is None:
@@ -227,6 +237,7 @@ class UpdateStages:
             landed.wait()
         except BaseException as error:  # noqa: BLE001 - carried by the job to its waiters
             running.fail(error)
+        # Before the writes: backward may be waiting for this buffer to collect the next gradient.
         placed.job.release_gradient()
         if running.failed is not None:
             return []
@@ -239,6 +250,7 @@ class UpdateStages:
         except BaseException as error:  # noqa: BLE001 - carried by the job
             running.fail(error)
             return []
+        # A fetch may gather the new parameters from now on, while the tiers are still written.
         placed.job.progress.computed.keep(landed)
         return [write, landed]
 
@@ -258,6 +270,7 @@ class UpdateStages:
         if write.item.grad is not None:
             running.unit.grad_tier.discard(running.unit.grad, write.item.grad.tensor)
         progress = running.job.progress
+        # Before the promises are kept: whoever waits may count references to the unit's buffer.
         running.forget()
         if running.staging is not None:
             running.staging.release()

@@ -79,6 +79,7 @@ class UnitTiles:
         self.grad_tier = buffers.grad_tiers[self.grad.tier]
         self.updated_in = buffers.updated_in(layout.index)
         self.stored = buffers.grads(layout.dtype).stored
+        # Layouts never change, so each unit cuts its tiles once.
         self.tiles = [
             TileLayout(tile, formats.ranges(tile.stop - tile.start))
             for tile in tiles(layout.shard_numel, placement.tile_sizes[layout.index], formats)
@@ -139,6 +140,7 @@ class RunningJob:
 
     def fail(self, error: BaseException) -> None:
         """Record the first error, which waiters for the job raise."""
+        # The first one is the cause; later waits of the same job often fail by it.
         self.failed = self.failed or error
 
     def forget(self) -> None:
