@@ -161,9 +161,6 @@ __all__ = [
     "main",
 ]
 
-if __name__ == "__main__":
-    main()
-
 
 Model = TypeVar("Model", bound=nn.Module)
 States = Mapping[str, torch.Tensor]
@@ -233,3 +230,7 @@ def _leave_engines(model: nn.Module) -> None:
         if released.is_released(parameter):
             released.restore([parameter])
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)
+
+
+if __name__ == "__main__":
+    main()

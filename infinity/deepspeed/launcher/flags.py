@@ -148,10 +148,6 @@ def table() -> list[str]:
     return ["| flag | verdict | here |", "|---|---|---|", *rows]
 
 
-if __name__ == "__main__":
-    print("\n".join(table()))
-
-
 DEFAULT_PORT = 29500
 """Port of rank 0 on several hosts, as in DeepSpeed and torchrun."""
 
@@ -233,3 +229,7 @@ def make_command(
         *program.torchrun_arguments(),
     ]
     return Command(tuple(arguments), dict(environment), host)
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))
