@@ -81,13 +81,13 @@ class Arrivals:
         units.
         """
         cleared, self._cleared = self._cleared, False
+        passed, self._passed = self._passed, set()
         if not self._counts:
             return cleared
         self._before = {**(self._before if in_pieces else {}), **self._counts}
-        self._predictable |= self._passed
+        self._predictable |= passed
         self._predictable -= self._unpredictable
         self._counts = {}
-        self._passed = set()
         return True
 
     def discard(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from infinity.schedule.schedule import Arrivals
 
@@ -59,6 +59,7 @@ BACKWARDS = st.lists(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_s
 """Backwards: for each event a unit, and whether its gradient arrives or it is used for the last time."""
 
 
+@example([[(0, False)], [(1, True)], [(0, False)]])
 @given(BACKWARDS)
 def test_a_passed_unit_is_complete_once_and_never_if_it_was_late_before(
     backwards: list[list[tuple[int, bool]]],
