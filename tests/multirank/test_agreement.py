@@ -117,7 +117,7 @@ def test_one_rank_cannot_make_its_engine(
     """The rank raises its own error, and the other raises one that names it, before the process group's time-out of 60
     s.
     """
-    outcomes = pair.run(odd_cases.odd, timeout=30, folder=str(tmp_path), which=which, **trouble)
+    outcomes = pair.run(odd_cases.odd, folder=str(tmp_path), which=which, **trouble)
     mine, theirs = outcomes[which], outcomes[1 - which]
     assert mine["type"] == kind and text in mine["text"]
     assert theirs["type"] == "RanksError"

@@ -12,9 +12,7 @@ FREE = (64 << 20, 16 << 20)
 
 
 def budgets(pair: Group, folders: tuple[Path, Path], *memory: dict[str, Any]) -> list[Any]:
-    return pair.run(
-        budget_cases.budget_of, memory=memory, folders=[str(each) for each in folders], free=FREE, timeout=20
-    )
+    return pair.run(budget_cases.budget_of, memory=memory, folders=[str(each) for each in folders], free=FREE)
 
 
 def test_ranks_take_the_smallest_free_memory(pair: Group, tmp_path: Path) -> None:

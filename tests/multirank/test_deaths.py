@@ -26,8 +26,8 @@ FAILED = {
     "MemoryError": "MemoryError",
     "allocation": r"RuntimeError: .*can't allocate memory",
 }
-SOON = 50
-"""Seconds that a test waits, fewer than the process group's 60."""
+SOON = 100
+"""Seconds that a test waits, fewer than the process group's 120."""
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_one_rank_departs(pair: Group, way: str, number: int, which: int) -> None:
     """All ranks raise the same error at once, which names the collective of each."""
-    outcomes = pair.run(follow_cases.departing, timeout=20, number=number, ways={which: way})
+    outcomes = pair.run(follow_cases.departing, number=number, ways={which: way})
     issued = [{0: "gathers unit one", 3: "reduces the gradient of unit two", 5: "sums numbers of a step"}[number]] * 2
     issued[which] = WAYS[way]
     for outcome in outcomes:
@@ -40,7 +40,7 @@ def test_one_rank_departs(pair: Group, way: str, number: int, which: int) -> Non
 
 @pytest.mark.parametrize("number", range(7))
 def test_one_rank_leaves_a_collective_out(pair: Group, number: int) -> None:
-    one, other = pair.run(follow_cases.departing, timeout=20, number=number, ways={0: "missing"})
+    one, other = pair.run(follow_cases.departing, number=number, ways={0: "missing"})
     assert one["raised"] == other["raised"] != ""
     assert one["raised"].startswith("the ranks issued different collectives: rank 0 ")
 
@@ -48,7 +48,7 @@ def test_one_rank_leaves_a_collective_out(pair: Group, number: int) -> None:
 @pytest.mark.parametrize("number", range(7))
 def test_one_rank_gives_up(pair: Group, number: int) -> None:
     """Others raise its error, whichever collective they wait in."""
-    for outcome in pair.run(follow_cases.departing, timeout=20, number=number, ways={1: "raises"}):
+    for outcome in pair.run(follow_cases.departing, number=number, ways={1: "raises"}):
         assert outcome["raised"].startswith("rank 1 failed: ValueError: of rank 1. Fix the error")
         assert outcome["seconds"] < 3
 
@@ -66,7 +66,7 @@ def test_one_rank_gives_up(pair: Group, number: int) -> None:
 @pytest.mark.parametrize("late", [0.0, 0.7])
 def test_some_of_four_depart(four: Group, ways: dict[int, str], who: str, late: float) -> None:
     """Ranks may depart in different ways before one collective, and after others have waited for long."""
-    outcomes = four.run(follow_cases.departing, timeout=20, number=0, ways=ways, late=late)
+    outcomes = four.run(follow_cases.departing, number=0, ways=ways, late=late)
     texts = {outcome["raised"] for outcome in outcomes}
     assert len(texts) == 1
     text = texts.pop()
@@ -77,7 +77,7 @@ def test_some_of_four_depart(four: Group, ways: dict[int, str], who: str, late: 
 @pytest.mark.parametrize("number", [5, 6], ids=["sum", "barrier"])
 def test_collectives_in_a_ring_end_too(four: Group, number: int) -> None:
     """Ranks wait for followers in a ring, not directly for the rank that departed."""
-    outcomes = four.run(follow_cases.departing, timeout=20, number=number, ways={1: "unit"})
+    outcomes = four.run(follow_cases.departing, number=number, ways={1: "unit"})
     assert len({outcome["raised"] for outcome in outcomes}) == 1
     assert all(outcome["seconds"] < 3 for outcome in outcomes)
 
@@ -124,7 +124,7 @@ def test_random_collectives_give_right_numbers(four: Group, seed: int) -> None:
 
 def test_collectives_of_a_device_are_aborted(pair: Group) -> None:
     """A device waits for a rank that departed, as with NCCL, until its own rank aborts the collective."""
-    one, other = pair.run(follow_cases.on_device, how="departs", timeout=20)
+    one, other = pair.run(follow_cases.on_device, how="departs")
     assert one["raised"] == other["raised"]
     assert "rank 0 gathers unit one; rank 1 gathers unit six" in one["raised"]
     assert one["aborted"] and one["seconds"] < 3
@@ -134,7 +134,7 @@ def test_collectives_of_a_device_are_aborted(pair: Group) -> None:
 def test_a_device_does_not_wait_for_a_rank_that_is_lost(how: str) -> None:
     group = Group(2)
     try:
-        one, _ = group.run(follow_cases.on_device, how=how, timeout=20, dies=1)
+        one, _ = group.run(follow_cases.on_device, how=how, dies=1)
     finally:
         group.stop()
     assert one["raised"].startswith("rank 1 (host ")

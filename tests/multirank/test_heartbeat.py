@@ -52,7 +52,7 @@ def test_a_rank_that_continues_too_late_gets_the_cause(pair: Group) -> None:
 def test_a_forked_child_does_not_hide_the_end_of_its_parent() -> None:
     group = Group(2)
     try:
-        said, _ = group.run(beat_cases.outlived_by_a_child, timeout=15, dies=1)
+        said, _ = group.run(beat_cases.outlived_by_a_child, dies=1)
     finally:
         group.stop()
     assert said.startswith("rank 1 (host ") and "is lost: " in said

@@ -77,7 +77,7 @@ def test_pairs_of_ranks_train_models_of_their_own(four: Group, pair: Group, tmp_
 
 def test_engines_one_after_another(four: Group, tmp_path: Path) -> None:
     """Their groups are not mistaken for those that the former engine had."""
-    for first, *others in four.run(mesh_cases.one_after_another, timeout=40, folder=str(tmp_path)):
+    for first, *others in four.run(mesh_cases.one_after_another, folder=str(tmp_path)):
         assert others == [first, first]
 
 

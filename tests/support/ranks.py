@@ -41,7 +41,7 @@ class Group:
         self._pipes: list[Connection] = []
         self._folder = ""
 
-    def run(self, case: Case, /, timeout: float = 60, dies: int | None = None, **options: Any) -> list[Any]:
+    def run(self, case: Case, /, timeout: float = 120, dies: int | None = None, **options: Any) -> list[Any]:
         """The results of `case(rank, **options)` by rank.
 
         RankFailed if one raised or took longer than `timeout` seconds, with the stacks of the ranks that hang; the
@@ -127,7 +127,7 @@ def _serve(rank: int, size: int, meeting: str, pipe: Connection) -> None:
     # As in pyproject.toml: a buffer that is referred to after its release is an error in tests.
     warnings.filterwarnings("error", "something still refers to the parameters of unit", UserWarning)
     dist.init_process_group(
-        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timedelta(seconds=120)
     )
     pipe.send("ready")
     while True:
