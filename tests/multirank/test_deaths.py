@@ -55,7 +55,7 @@ PLAIN = [("forward", "killed", 3), ("backward", "stopped", 0)]
     [pytest.param(*case, marks=[] if case in PLAIN else [pytest.mark.campaign]) for case in CASES],
 )
 def test_a_rank_that_is_lost(mortal: Group, where: str, how: str, stage: int, tmp_path: Path) -> None:
-    """Found by the heartbeat, and not by the 60 s of the process group."""
+    """Found by the heartbeat, and not by the two minutes of the process group."""
     options = {"folder": str(tmp_path), "where": where, "how": how, "stage": stage}
     said, _ = mortal.run(death_cases.left_alone, timeout=SOON, dies=1, **options)
     check(said, 1, LOST[how], tmp_path)
