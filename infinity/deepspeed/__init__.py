@@ -63,7 +63,7 @@ __all__ = [*_HOMES, *_MODULES]
 
 
 class _Finder:
-    """Finds DeepSpeed's modules that have no file here. Part of `sys.meta_path`, after the finders of files."""
+    """Finds DeepSpeed's modules that have no file here. Part of `sys.meta_path`."""
 
     @staticmethod
     def find_spec(fullname: str, path: Any = None, target: Any = None) -> Any:
@@ -73,7 +73,8 @@ class _Finder:
         return import_module(f"{_ROOT}.substitute").find_spec(fullname.removeprefix(f"{_ROOT}."))
 
 
-sys.meta_path.append(_Finder)
+# Before the finders of files, which take a folder that an earlier version left behind for a package without files.
+sys.meta_path.insert(0, _Finder)
 
 
 def __getattr__(name: str) -> Any:

@@ -7,8 +7,7 @@ See [Note: in place of deepspeed].
 
 Imports DeepSpeed's modules that have no file here: `infinity.deepspeed.x.y` from the table in `tree`.
 
-`infinity.deepspeed` installs `find_spec` for all names below it, after the finders of files. Names of a module are
-imported when they are read.
+`infinity.deepspeed` installs `find_spec` for all names below it. Names of a module are imported when they are read.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import importlib.util
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -83,3 +84,14 @@ runpy.run_module("deepspeed.utils.zero_to_fp32", run_name="__main__")
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0 and "checkpoint_dir" in result.stdout, result.stderr
+
+
+def test_a_folder_that_an_earlier_version_left_hides_no_module(tmp_path: Path) -> None:
+    """Such as one with `__pycache__` alone, after `git pull`."""
+    (tmp_path / "runtime" / "__pycache__").mkdir(parents=True)
+    code = (
+        "import infinity.deepspeed as deepspeed\n"
+        f"deepspeed.__path__.append({str(tmp_path)!r})\n"
+        "assert deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
