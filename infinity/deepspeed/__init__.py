@@ -62,12 +62,15 @@ _MODULES = {
 __all__ = [*_HOMES, *_MODULES]
 
 
+_OF_THE_FINDER = f"{_ROOT}.substitute", f"{_ROOT}.tree"
+
+
 class _Finder:
     """Finds DeepSpeed's modules that have no file here. Part of `sys.meta_path`."""
 
     @staticmethod
     def find_spec(fullname: str, path: Any = None, target: Any = None) -> Any:
-        if not fullname.startswith(f"{_ROOT}."):
+        if not fullname.startswith(f"{_ROOT}.") or fullname in _OF_THE_FINDER:
             return None
         # Here, since `import infinity.deepspeed` imports no submodule.
         return import_module(f"{_ROOT}.substitute").find_spec(fullname.removeprefix(f"{_ROOT}."))
