@@ -39,8 +39,8 @@ LIMITS: dict[str, int] = {
     LINES: 53_000,
     FILES: 292,
     SHORT_FILES: 40,
-    WORDS: 3_178,
-    COMMENTS: 31,
+    WORDS: 4_000,
+    COMMENTS: 30,
 }
 LEAST = {COMMENTS}
 """Counts whose limit is the smallest value."""
