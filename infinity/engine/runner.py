@@ -1,8 +1,8 @@
 """The runner: the object that hooks report to. It asks the schedule, and calls the executors.
 
 A use of a unit comes from a module's hook, from a saved tensor that backward unpacks, or from a parameter that code
-reads. Each ends here, in `Runner.use`. Nothing below the runner calls back: the schedule only decides, and the store of
-units only moves bytes.
+reads. Each ends here, in `Runner.use`. Nothing below the runner calls back: the schedule decides, and the store of
+units moves bytes; it asks the schedule whose buffer to take.
 """
 
 from __future__ import annotations
@@ -103,9 +103,8 @@ class Runner:
 
     def prefetch(self) -> None:
         """Start to fetch the units that the trace uses next, as far as buffers suffice."""
-        if not self.store.is_complete:
-            with self.store.moving():
-                self._prefetch()
+        with self.store.moving():
+            self._prefetch()
 
     def _prefetch(self) -> None:
         store = self.store

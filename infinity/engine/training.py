@@ -606,7 +606,6 @@ class TrainingEngine(CheckpointingEngine):
             self._step.check(Call.BACKWARD)
 
     def _on_backward_end(self) -> None:
-        self.parts.store.end_backward()
         self._step.end_backward(counts=self.updates.runner.end_backward())
         self._reports.end(Phase.BACKWARD)
         if self._step.averages_plain:  # infinity.deepspeed, which refuses an unscaled loss at once, as DeepSpeed does

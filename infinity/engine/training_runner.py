@@ -2,7 +2,7 @@
 
 One gradient's path: autograd fills `.grad` → `arrived` → the collector copies it into the unit's flat gradient → the
 schedule says that it was the unit's last → the collector sends the flat gradient to its reduction → the schedule says
-when to update the unit → the gradient lands for an update that starts now (`_update_now`), or is stored for one that
+when to update the unit → the gradient lands for an update that starts now (`start_update`), or is stored for one that
 `engine.step()` starts or leaves to the unit's next use (`make_due`).
 """
 
@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 
@@ -20,7 +21,8 @@ from infinity.comm.dtensor import local_gradient
 from infinity.engine.loss_check import LossCheck
 from infinity.engine.runner import Runner
 from infinity.errors import LifetimeError
-from infinity.grads.collector import GradCollector, HeldGradients
+from infinity.grads.collector import GradCollector
+from infinity.grads.held import HeldGradients
 from infinity.grads.store import GradStore
 from infinity.interrupts import uninterrupted
 from infinity.model.backward import BackwardTracker
@@ -139,7 +141,7 @@ class TrainingRunner(Runner):
                 self.store.await_update(unit.update)
 
     def _pass_to(self, unit: Unit) -> None:
-        if not self.schedule.alone:
+        if not self.schedule.alone and self.schedule.arrivals.any:
             self._send_passed(unit)
 
     @uninterrupted()
@@ -163,15 +165,20 @@ class TrainingRunner(Runner):
         """Return whether to update the unit now, during backward. Its last gradient of the step was sent."""
         if self._loss_check is not None and self.schedule.step.updates_early:
             self._loss_check.start()  # here, since ranks may differ in the answer
-        is_held = unit.residency is not Residency.RESIDENT or unit.references > 0
-        when = self.schedule.update(unit.index, is_held=is_held, is_viewed=lambda: self.store.is_viewed(unit))
-        return when is Update.NOW and not self._coming.expects(unit)
+        return self._is_finished_with(unit) and not self._coming.expects(unit)
+
+    def _is_finished_with(self, unit: Unit) -> bool:
+        """Return whether this backward needs neither the unit's parameters nor a norm over all gradients."""
+        may_be_read = unit.residency is not Residency.RESIDENT or unit.references > 0
+        is_viewed = partial(self.store.is_viewed, unit)
+        return self.schedule.update(unit.index, may_be_read=may_be_read, is_viewed=is_viewed) is Update.NOW
 
     def _postpone(self, unit: Unit) -> None:
         """Leave the update of a unit, whose gradient is complete, to the end of the step."""
         if self.schedule.step.updates_early:
-            is_passed = unit.residency is Residency.RESIDENT and self.schedule.trace.passed(unit.index)
-            if is_passed and not self._ranks.is_single:
+            if self.schedule.alone or unit.residency is not Residency.RESIDENT:
+                return
+            if self.schedule.trace.passed(unit.index):
                 self.store.release_passed(unit)
         elif self._pipeline.reads_ahead:
             units = self.store.units
@@ -210,9 +217,11 @@ class TrainingRunner(Runner):
         """Start an update in the unit's buffer: → UPDATING."""
         placed = self.store.place(unit, job)
         in_tier_alone = placed.target is None
-        self._pipeline.submit(placed)
-        del placed  # it refers to the buffer, whose lease may end as soon as the job is done
-        self.store.placed(unit, in_tier_alone=in_tier_alone)
+        try:
+            self._pipeline.submit(placed)
+        finally:
+            del placed  # it refers to the buffer, whose lease may end as soon as the job is done
+        self.store.leave_if_unused(unit, in_tier_alone=in_tier_alone)
 
     def _start(self, unit: Unit, lease: Lease) -> None:
         """Start to fetch a released unit into a buffer, after its pending update, if any."""
@@ -254,7 +263,11 @@ class TrainingRunner(Runner):
 
     @uninterrupted()
     def end_backward(self) -> bool:
-        """Send incomplete gradients. Returns False if no gradient arrived."""
+        """Send incomplete gradients. Returns False if no gradient arrived.
+
+        Raises UsageError if a parameter was edited in the backward (`begin_backward`).
+        """
+        self.store.end_backward()
         step, arrivals = self.schedule.step, self.schedule.arrivals
         self._coming.end_backward(last=step.is_last_micro_step)
         for index, slot, gradient in self._collector.due():
@@ -279,12 +292,12 @@ class TrainingRunner(Runner):
         """
         ready = self._gradients.take_ready()
         self.schedule.step.add_updated(ready)
-        for unit in map(self.store.units.__getitem__, ready):
-            job = self._job(unit, scale, None)
-            if unit.lease is not None:
-                self.start_update(unit, job)
-            else:
-                unit.postpone(job)
+        units = [self.store.units[index] for index in ready]
+        for unit in units:  # all of them first: an error at the start of one leaves the others pending
+            unit.postpone(self._job(unit, scale, None))
+        for unit in units:
+            if unit.lease is not None and unit.due_update is not None:
+                self.start_update(unit, unit.due_update)
         self._count_edits(self.schedule.step.updated)
 
     def _count_edits(self, updated: Collection[int]) -> None:

@@ -1,7 +1,7 @@
 """The state of one training step: micro-batches, updated units, and the legal calls.
 
-A step begins with its first backward and ends with `engine.step()`. Only `Step` counts micro-batches; the gradient
-collector, the hooks and the engine read it.
+A step begins with its first backward and ends with `engine.step()`. Only `Step` counts micro-batches; the schedule, the
+runner and the engine read it.
 """
 
 from __future__ import annotations

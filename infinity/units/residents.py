@@ -59,6 +59,7 @@ _parameters: dict[int, tuple[weakref.ref[Unit], weakref.ref[Fetcher], int]] = {}
 def add_parameters(unit: Unit, fetcher: Fetcher) -> None:
     """Register `unit` as the owner of its parameters."""
     references = weakref.ref(unit), weakref.ref(fetcher)
+    unit.register(references)
     for slot, parameter in enumerate(unit.parameters):
         _parameters[id(parameter)] = (*references, slot)
 
@@ -81,10 +82,9 @@ def owner_of(parameter: object) -> Owner | None:
 
 def add_buffer(unit: Unit) -> None:
     """Register the leased buffer of `unit` as the memory of its parameters."""
-    assert unit.lease is not None
-    # The references of the parameters are used again, so that both registries end with the same engine.
-    owner, fetcher, _ = _parameters[id(unit.parameters[0])]
-    _buffers[unit.lease.storage] = owner, fetcher
+    assert unit.lease is not None and unit.owner is not None
+    # The unit's own references: a backward after `close` still fetches, and its parameters are registered no more.
+    _buffers[unit.lease.storage] = unit.owner
 
 
 def remove_buffer(unit: Unit) -> None:

@@ -192,11 +192,13 @@ class UnitStore:
 
         Returns True if the buffer already holds this rank's shard. An unsharded unit may be resident at once.
         """
-        self.fetches += 1
+        holds = False
         if unit.updated_early:  # backward may still read a buffer that was left to views: `_return_to_viewers`
             self.buffers.give(unit, lease)
-            return False
-        return self._give(unit, lease)
+        else:
+            holds = self._give(unit, lease)
+        self.fetches += 1
+        return holds
 
     def fetch(self, unit: Unit, *, holds: bool) -> None:
         """RELEASED → FETCHING. holds: as returned by `assign`."""
@@ -286,9 +288,8 @@ class UnitStore:
 
     # -- update ------------------------------------------------------------------------------------------------------
 
-    @uninterrupted()
     def place(self, unit: Unit, job: UpdateJob) -> PlacedUpdate:
-        """→ UPDATING: hand this rank's shard of the leased buffer to an update. Call `placed` once it is submitted.
+        """→ UPDATING: hand this rank's shard of the leased buffer to an update. `leave_if_unused` follows.
 
         The buffer holds the parameters, is being filled with them, or, for a RELEASED unit, is filled by the update.
         """
@@ -337,7 +338,7 @@ class UnitStore:
         target = None if leaves else unit.shard_bytes(self._ranks.shard_rank)
         return PlacedUpdate(job, target, arrives, reached, fetched, after, prepare, checked)
 
-    def placed(self, unit: Unit, *, in_tier_alone: bool) -> None:
+    def leave_if_unused(self, unit: Unit, *, in_tier_alone: bool) -> None:
         """Release the buffer of a unit whose submitted update does not use it. Warnings come last: they may raise."""
         if in_tier_alone:
             self._drop(unit, valid=False)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Collection, Sequence
 from enum import Enum
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -75,6 +76,8 @@ class Unit:
         self.parameters = parameters
         self.device = device
         self.residency = Residency.RELEASED
+        self.owner: tuple[weakref.ref[Unit], weakref.ref[Any]] | None = None
+        """References to the unit and to what fetches it, for the registry of buffers (`infinity.units.residents`)."""
         self.lease: Lease | None = None
         self.transfer: Transfer | None = None
         self.fetched: Transfer = DONE
@@ -119,6 +122,10 @@ class Unit:
         for slot in slots:
             self.steps[slot] += 1
         return {slot: self.steps[slot] for slot in slots}
+
+    def register(self, owner: tuple[weakref.ref[Unit], weakref.ref[Any]]) -> None:
+        """Record what fetches the unit."""
+        self.owner = owner
 
     def give_buffer(self, lease: Lease) -> None:
         """Lease a device buffer to the unit."""

@@ -25,6 +25,21 @@ from support.models import Stack, seeded, token_batches
 BATCHES = token_batches(3)
 
 
+def test_a_backward_after_closing_has_its_gradients() -> None:
+    """The graph of a forward before still refers to the units, which backward fetches into the engine's buffers."""
+    plain = seeded(Stack)
+    plain(*BATCHES[0]).backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    engine = open_engine(seeded(Stack), engine_config("cpu", "cpu", prefetch_bytes=20_000))
+    loss = engine(*BATCHES[0])
+    engine.close()
+    loss.backward()
+    found = {name: parameter.grad for name, parameter in engine.module.named_parameters()}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, msg=name)
+
+
 @pytest.mark.parametrize("number", range(len(LOCKS)))
 def test_an_engine_is_collected_while_a_thread_starts(number: int) -> None:
     """The collector then runs under a lock of Python that the engine's threads take when they end."""

@@ -6,6 +6,7 @@ uses and gradients are still to come.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hypothesis import given, settings, strategies as st
@@ -15,14 +16,6 @@ from infinity.schedule.step import Step
 
 UNITS = 5
 STEPS = 4
-
-
-@dataclass
-class Block:
-    """One unit in a step: its uses in backward, and the gradients that it receives at the last of them."""
-
-    unit: int
-    parameters: int = 2
 
 
 @dataclass
@@ -38,6 +31,8 @@ class Machine:
     """Units in the order of their reductions in the present step."""
     decisions: list[object] = field(default_factory=list)
     collecting: list[int] = field(default_factory=list)
+    reduced_early: int = 0
+    """Units reduced before the last backward ended."""
 
     def use(self, unit: int) -> None:
         assert unit not in self.updated, "a unit is used after its update in the same step"
@@ -80,8 +75,8 @@ class Machine:
         step = self.schedule.step
         if not step.is_last_micro_step:
             return
-        is_held = unit not in self.resident
-        if self.schedule.update(unit, is_held=is_held, is_viewed=lambda: viewed) is Update.NOW:
+        may_be_read = unit not in self.resident
+        if self.schedule.update(unit, may_be_read=may_be_read, is_viewed=lambda: viewed) is Update.NOW:
             assert unit in self.resident, "an update during backward works in the unit's buffer"
             assert not viewed or not self.schedule.alone, "a buffer that something views is updated"
             step.add_updated([unit])
@@ -114,8 +109,12 @@ def machine(*, buffers: int, early: bool, alone: bool, accumulation: int, in_for
     return Machine(schedule, buffers)
 
 
-def micro_batch(machine: Machine, order: list[int], skipped: set[int], viewed: set[int]) -> None:
-    """A forward over `order`, and a backward in which the units of `skipped` receive no gradient."""
+def micro_batch(
+    machine: Machine, order: list[int], skipped: set[int], viewed: set[int], gradients: Sequence[int] = (2,) * UNITS
+) -> None:
+    """A forward over `order`, and a backward in which the units of `skipped` receive no gradient. gradients: number of
+    those of each other unit, which has two parameters.
+    """
     machine.schedule.trace.begin("train")
     for unit in order:
         machine.use(unit)
@@ -123,8 +122,9 @@ def micro_batch(machine: Machine, order: list[int], skipped: set[int], viewed: s
     for unit in reversed(order):
         machine.use(unit)
         if unit not in skipped:
-            for number in range(2):
-                machine.gradient(unit, of=2, expects=number == 0, viewed=unit in viewed)
+            for number in reversed(range(gradients[unit])):
+                machine.gradient(unit, of=2, expects=number > 0, viewed=unit in viewed)
+    machine.reduced_early = len(machine.reduced)
     machine.end_backward()
 
 
@@ -167,6 +167,21 @@ def test_ranks_decide_alike(
     for _ in range(STEPS):
         for run, views in zip(runs, viewed, strict=True):
             micro_batch(run, order, skipped, views)
+            run.end_step()
+    assert runs[0].decisions == runs[1].decisions
+
+
+@settings(max_examples=200)
+@given(ORDERS, st.lists(st.lists(st.integers(1, 2), min_size=UNITS, max_size=UNITS), min_size=2, max_size=2))
+def test_ranks_with_other_gradients_reduce_alike(order: list[int], numbers: list[list[int]]) -> None:
+    """Experts without tokens on a rank receive fewer gradients there. From the third step on, all units but the last
+    one used are reduced before backward ends.
+    """
+    runs = [machine(buffers=3, early=False, alone=False, accumulation=1, in_forward=set()) for _ in numbers]
+    for step in range(STEPS):
+        for run, counts in zip(runs, numbers, strict=True):
+            micro_batch(run, order, set(), set(), counts)
+            assert step < 2 or run.reduced_early >= UNITS - 1
             run.end_step()
     assert runs[0].decisions == runs[1].decisions
 

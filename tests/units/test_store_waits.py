@@ -12,9 +12,9 @@ import torch
 
 from infinity.engine.gather import get_full_fp32_param
 from infinity.engine.training import TrainingEngine
+from infinity.errors import UsageError
 from infinity.plan.layout import UnitLayout
 from infinity.rules import Hyper
-from infinity.schedule.schedule import Update
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.states import UnitStates
 from infinity.units.unit import Residency, Unit
@@ -125,10 +125,38 @@ def test_a_unit_is_finished_with_while_its_update_before_is_written(
     engine: TrainingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its write is no view that backward may read."""
-    unit, schedule, store = resident(engine), engine.parts.schedule, engine.parts.store
-    monkeypatch.setattr(schedule.trace, "finished_with", lambda index: True)
+    unit, runner = resident(engine), engine.updates.runner
+    monkeypatch.setattr(engine.parts.schedule.trace, "finished_with", lambda index: True)
     pending_update(unit, refers=True)
-    assert schedule.update(unit.index, is_held=False, is_viewed=lambda: store.is_viewed(unit)) is Update.NOW
+    assert runner._is_finished_with(unit)
+
+
+def test_a_unit_that_autograd_saved_is_not_finished_with(
+    engine: TrainingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unit, runner = resident(engine), engine.updates.runner
+    monkeypatch.setattr(engine.parts.schedule.trace, "finished_with", lambda index: True)
+    assert runner._is_finished_with(unit)
+    saved = unit.token
+    assert not runner._is_finished_with(unit)
+    del saved
+    assert runner._is_finished_with(unit)
+    assert not runner._is_finished_with(released(engine))
+
+
+def test_an_update_that_cannot_start_stays_pending(engine: TrainingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As do those of the units after it: their gradients were taken already."""
+    runner, store = engine.updates.runner, engine.parts.store
+    units = [unit for unit in engine.units if unit.residency is Residency.RESIDENT][:2]
+    assert len(units) == 2
+    monkeypatch.setattr(engine.updates.gradients, "take_ready", lambda: [unit.index for unit in units])
+    monkeypatch.setattr(store, "place", lambda unit, job: (_ for _ in ()).throw(UsageError("an edit")))
+    with pytest.raises(UsageError, match="an edit"):
+        runner.make_due(1.0)
+    assert all(unit.due_update is not None for unit in units)
+    for unit in units:
+        unit.due_update = None
+    engine.parts.schedule.step.end()
 
 
 def test_a_unit_leaves_its_buffer_once_its_update_has_ended(engine: TrainingEngine) -> None:

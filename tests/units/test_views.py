@@ -1,7 +1,7 @@
 """A unit is not updated while its parameters are still in use, whatever holds them.
 
 Mutations that these tests caught (parameters differ from a plain loop's, or backward is refused):
-`UnitStore.finished_with` without any of its conditions.
+`Schedule.update` without any of its conditions.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from infinity.engine.loss_check import check_scalar
 from infinity.engine.parts import EngineParts
 from infinity.engine.vertical.pieces import Boundary, Coroutine, Graph, backward_passes, refused
 from infinity.errors import ModelError
-from infinity.grads.collector import HeldGradients
+from infinity.grads.held import HeldGradients
 from infinity.units import residents
 
 Call = Callable[..., Any]
@@ -126,7 +126,7 @@ class VerticalOrder:
         self._running: Forward | None = None
 
     def forward(self, batches: Sequence[Any], loss_of: LossOf) -> list[Forward]:
-        """Run the forwards of all micro-batches, in an open scope of the store. After an exception all are ended.
+        """Run the forwards of all micro-batches, in an open scope of the runner. After an exception all are ended.
 
         Raises ModelError if the model does not run its blocks as declared, and UsageError for a loss that is no scalar
         with a graph.
