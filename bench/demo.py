@@ -3,7 +3,7 @@
 The process limits its own memory to about 1 GB. A plain PyTorch loop for the model runs under that limit first, and
 fails. Infinity then trains the model under the same limit, with every state on NVMe: 101 M parameters in bf16 (in fp32
 where the CPU has no bf16), AdamW, the source of Python's standard library as text, about two and a half minutes on two
-cores. It computes on the CPU, writes about 100 GB to the drive in that time, and leaves no file.
+cores. It computes on the CPU, writes 1.2 GB to the drive in a step, about 70 GB in all, and leaves no file.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from pathlib import Path
 from infinity.sizes import show_seconds
 
 JOB_SECONDS = 150.0
-"""Aim for the whole command, from the start of its process to its end. `make run` promises 30 seconds more, for load
-that rises after the measurement."""
+"""Seconds of the whole command, from the start of its process to its end."""
 MEASURED_STEPS = 25
 SKIPPED_STEPS = 5
 """First steps that are not measured: they allocate, record the trace that prefetch follows, and fill caches."""

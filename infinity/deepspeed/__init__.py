@@ -62,7 +62,7 @@ _MODULES = {
 __all__ = [*_HOMES, *_MODULES]
 
 
-_OF_THE_FINDER = f"{_ROOT}.substitute", f"{_ROOT}.tree"
+_OF_THE_FINDER = f"{_ROOT}.mirror", f"{_ROOT}.tree"
 
 
 class _Finder:
@@ -73,7 +73,7 @@ class _Finder:
         if not fullname.startswith(f"{_ROOT}.") or fullname in _OF_THE_FINDER:
             return None
         # Here, since `import infinity.deepspeed` imports no submodule.
-        return import_module(f"{_ROOT}.substitute").find_spec(fullname.removeprefix(f"{_ROOT}."))
+        return import_module(f"{_ROOT}.mirror").find_spec(fullname.removeprefix(f"{_ROOT}."))
 
 
 # Before the finders of files, which take a folder that an earlier version left behind for a package without files.

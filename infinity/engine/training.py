@@ -190,11 +190,12 @@ class TrainingEngine(CheckpointingEngine):
           reads, or leaves a global setting of the process changed while its blocks run.
         - The model draws no random numbers.
 
-        A violation that the engine detects raises ModelError before any update; infinity.debug runs the first such step
-        in both orders, and compares losses, gradients and buffers. A compiled model, tensor parallelism, hooks of
-        modules or parameters, and a context of the calling thread, such as autocast, raise UsageError. On several ranks
-        the others raise RanksError, and the engine stops. A step runs as a loop where blocks move nothing less: if all
-        parameters fit in the device's buffers, with one micro-batch, and where flops_profiler counts; the log says so.
+        A violation that the engine detects raises ModelError, in the first such step before any update. infinity.debug
+        runs that step in both orders, and compares losses, gradients and buffers. A compiled model, tensor parallelism,
+        hooks of modules or parameters, and a context of the calling thread, such as autocast, raise UsageError. On
+        several ranks the others raise RanksError, and the engine stops. A step runs as a loop where blocks move nothing
+        less: if all parameters fit in the device's buffers, with one micro-batch, and where flops_profiler counts; the
+        log says so.
 
         Raises UsageError, before anything is run, if the iterator ends early or within a step. After any exception the
         gradients of the step are dropped.

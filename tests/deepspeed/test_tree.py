@@ -13,12 +13,12 @@ from types import ModuleType
 import pytest
 
 import infinity.deepspeed as deepspeed
-from infinity.deepspeed import substitute, tree
+from infinity.deepspeed import mirror, tree
 
 ROOT = "infinity.deepspeed"
 
 
-@pytest.mark.parametrize("path", sorted(substitute._PATHS))
+@pytest.mark.parametrize("path", sorted(mirror._PATHS))
 def test_module_has_the_names_of_its_row(path: str) -> None:
     """Names, placeholders and constants are there, in `dir` and for `import *`. Attributes of packages lead to it."""
     module = importlib.import_module(f"{ROOT}.{path}")
@@ -32,9 +32,9 @@ def test_module_has_the_names_of_its_row(path: str) -> None:
         assert module is importlib.import_module(f"{ROOT}.{tree.WHOLE[path]}") is sys.modules[module.__name__]
         return
     assert module.__name__ == f"{ROOT}.{path}"
-    names = [*substitute._split(tree.NAMES.get(path, {})), *tree.CONSTANTS.get(path, {})]
+    names = [*mirror._split(tree.NAMES.get(path, {})), *tree.CONSTANTS.get(path, {})]
     assert module.__all__ == names
-    for name in (*names, *substitute._split(tree.PLACEHOLDERS.get(path, {}))):
+    for name in (*names, *mirror._split(tree.PLACEHOLDERS.get(path, {}))):
         assert getattr(module, name, module) is not module and name in dir(module)
         assert name in vars(module) and (name == "logger" or not isinstance(vars(module)[name], ModuleType))
     with pytest.raises(AttributeError, match=f"module '{ROOT}.{path}' has no attribute 'nothing'"):
