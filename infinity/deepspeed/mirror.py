@@ -88,6 +88,7 @@ class _Mirror(ModuleType):
         path = name.removeprefix(f"{_ROOT}.")
         super().__init__(name, f"Names of `deepspeed.{path}`; see `infinity.deepspeed.tree`.")
         self._path = path
+        self.__file__ = tree.__file__  # for `inspect` and scripts that look beside a module
         self._homes = _split(tree.NAMES.get(path, {}))
         self._placeholders = _split(tree.PLACEHOLDERS.get(path, {}))
         constants = tree.CONSTANTS.get(path, {})

@@ -1,8 +1,8 @@
 """DeepSpeed's modules that have no file here: their paths below the package, and where their names come from.
 
-`substitute` constructs them on import. Adding a module or a name of DeepSpeed is a row here.
+`mirror` makes each when it is imported. Adding a module or a name of DeepSpeed is a row here.
 
-Names and packages of DeepSpeed that have no counterpart.
+Its other tables hold names and packages of DeepSpeed that have no counterpart.
 
 Modules of parallelism can be imported, since libraries import them for isinstance: their names are placeholder
 classes, which have no instances. Other names and packages are missing, with an error that names the alternative.

@@ -186,8 +186,9 @@ class TrainingEngine(CheckpointingEngine):
 
         - Each forward calls each block once, in this order. Each takes what the one before returned, or code in between
           made of it, and nothing else that requires a gradient.
-        - Micro-batches share nothing but parameters: no forward, and no loss_fn, changes something that another one
-          reads, or leaves a global setting of the process changed while its blocks run.
+        - Micro-batches share nothing but parameters. Their forwards run in turns, so a forward may find what another
+          one left: none reads, after a block, what it kept on the model or in a global before, such as an auxiliary
+          loss that blocks set and the model sums, or leaves a global setting changed while its blocks run.
         - The model draws no random numbers.
 
         A violation that the engine detects raises ModelError, in the first such step before any update. infinity.debug

@@ -91,6 +91,7 @@ def test_the_bits_in_every_dtype_of_gradients(
 
 def test_steps_that_overflow_are_skipped_alike() -> None:
     config = config_of(fp16={"initial_scale_power": 24, "hysteresis": 1})
+    check(gpt2, config)
     with open_engine(seeded(gpt2), config) as engine:
         batches = iter(token_batches(STEPS * 3))
         for _ in range(STEPS):
@@ -406,7 +407,7 @@ class Averages(Stack):
     class Counting(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             seen = self.owner[0].seen  # type: ignore[attr-defined]
-            seen.mul_(0.9).add_(x.detach().mean())
+            seen.data.mul_(0.9).add_(x.detach().mean())  # without a version, which would show it
             return super().forward(x)  # type: ignore[no-any-return]
 
     def __init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from infinity.engine.vertical.coroutine import Coroutine
 from infinity.errors import ModelError, UsageError
 from support.loops import open_engine, parameters_of
 from support.models import VOCABULARY, Block, Stack, seeded, token_batches
@@ -262,6 +264,48 @@ class OfClass(Stack):
         return F.cross_entropy(self.head(x.as_subclass(torch.Tensor)).flatten(0, 1), targets.flatten())
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(32, 32), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.tanh(self.norm(self.linear(x)))
+        return found
+
+
+class NormsInCheckpoints(Stack):
+    """Recomputation counts the statistics of each micro-batch again, after those of all others."""
+
+    def __init__(self) -> None:
+        super().__init__(run=lambda block, x: checkpoint(block, x, use_reentrant=False))
+        self.blocks = nn.ModuleList(Normed() for _ in range(6))
+
+
+class SharesNorm(Stack):
+    """One batch normalisation in all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(8)
+        self.blocks = nn.ModuleList(Normed() for _ in range(6))
+        for block in self.blocks:
+            block.norm = norm
+
+
+class Wraps(Stack):
+    """Raises an error of its own in place of the engine's."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        try:
+            for block in reversed(self.blocks):
+                x = block(x)
+        except Exception as error:
+            raise RuntimeError("wrapped") from error
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
 CASES: list[tuple[Callable[[], nn.Module], str]] = [
     (Skips, "a gradient reaches a block by another way"),
     (Biased, "a gradient reaches a block by another way"),
@@ -283,6 +327,9 @@ CASES: list[tuple[Callable[[], nn.Module], str]] = [
     (Differentiates, "computes gradients"),
     (Tags, "of a subclass or with attributes"),
     (OfClass, "of a subclass or with attributes"),
+    (NormsInCheckpoints, "the backward changes the buffer"),
+    (SharesNorm, "several blocks change the buffer"),
+    (Wraps, r"called blocks\[5\] when blocks\[0\] was due"),
 ]
 
 
@@ -366,3 +413,39 @@ def test_a_context_of_the_caller_is_refused(context: Callable[[], Any]) -> None:
         with context(), pytest.raises(UsageError, match="in a context of this thread"):
             engine.train_batch(iter(token_batches(3)), blocks=engine.module.blocks)
         engine.train_batch(iter(token_batches(3)), blocks=engine.module.blocks)
+
+
+class Retries(Stack):
+    """Calls a block again after any error, as after one of memory."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            try:
+                x = block(x)
+            except BaseException:  # noqa: BLE001 - as such code does
+                x = block(x)
+            if number == 2 and tokens[0, 0] == VOCABULARY - 1:
+                raise ValueError("a bad batch")
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def test_a_cancelled_forward_may_call_blocks_on_its_way_out() -> None:
+    batches = [(tokens.clamp(max=VOCABULARY - 2), targets) for tokens, targets in token_batches(3)]
+    batches[1][0][0, 0] = VOCABULARY - 1
+    with open_engine(seeded(Retries), config_of()) as engine:
+        with pytest.raises(ValueError, match="a bad batch"):
+            engine.train_batch(iter(batches), blocks=engine.module.blocks)
+        assert not [each for each in threading.enumerate() if each.name == "micro-batch"]
+
+
+def test_a_forward_whose_thread_cannot_start_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    coroutine = Coroutine(lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start"):
+            coroutine.resume()
+    coroutine.cancel()

@@ -20,7 +20,7 @@ from torch import nn
 
 from infinity.comm.communicator import Communicator
 from infinity.engine.parts import EngineParts
-from infinity.engine.vertical.checks import LossFunction, RandomState, check_context, loss_of
+from infinity.engine.vertical.checks import BufferChanges, LossFunction, RandomState, check_context, loss_of
 from infinity.engine.vertical.order import Forward, VerticalOrder, backward
 from infinity.engine.vertical.pieces import refused
 from infinity.errors import ModelError, UsageError
@@ -190,7 +190,9 @@ class BatchTrainer:
             forwards, held = self._forward(blocks, batches, loss_fn)
             _check_draws(random)
             losses = [forward.loss for forward in forwards if forward.loss is not None]
+            buffers = BufferChanges(self._engine.module)
             self._backward(forwards, losses, held)
+            buffers.check_backward()
             if random.moved():
                 raise ModelError(
                     "engine.train_batch(blocks=...): the backward draws random numbers, as for dropout, in another "
@@ -229,7 +231,7 @@ class BatchTrainer:
     ) -> tuple[list[Forward], HeldGradients]:
         """Run all forwards. After an exception their graphs are dropped."""
         if self._order is None or self._order.blocks != blocks:
-            self._order = VerticalOrder(blocks, self._engine.parts)
+            self._order = VerticalOrder(self._engine.module, blocks, self._engine.parts)
         with self._together.forwards(batches):
             forwards = self._order.forward(batches, lambda batch: loss_of(self._engine.module, batch, loss_fn))
             try:

@@ -16,7 +16,8 @@ from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_leaves
 
 from infinity.engine.parts import EngineParts
-from infinity.errors import UsageError
+from infinity.engine.vertical.pieces import refused
+from infinity.errors import ModelError, UsageError
 from infinity.model.backward import topmost_hooks
 from infinity.tiers.device import Device
 from infinity.units.compiled import is_compiled
@@ -205,3 +206,39 @@ def loss_of(model: Callable[..., Any], batch: Any, loss_fn: LossFunction | None)
     elif not isinstance(output, torch.Tensor):
         output = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     return output  # type: ignore[no-any-return]
+
+
+class BufferChanges:
+    """The buffers of `model` that change during a step, by the stage that changes them.
+
+    Micro-batches pass a stage one after the other, so a buffer that only one stage changes gets the values of a loop.
+    Versions are compared, which edits through `.data` do not change.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._seen = self._versions()
+        self._changed: set[str] = set()
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        return {name: (id(buffer), buffer._version) for name, buffer in self._model.named_buffers()}
+
+    def _changes(self) -> set[str]:
+        before, self._seen = self._seen, self._versions()
+        return {name for name, version in self._seen.items() if before.get(name) != version}
+
+    def check_stage(self) -> None:
+        """Raise ModelError if a buffer has changed in this stage and in an earlier one."""
+        changes = self._changes()
+        if twice := sorted(changes & self._changed):
+            raise refused(f"several blocks change the buffer {twice[0]}, in another order than a loop")
+        self._changed |= changes
+
+    def check_backward(self) -> None:
+        """Raise ModelError if a buffer has changed since the end of the forwards."""
+        if changes := sorted(self._changes()):
+            raise ModelError(
+                f"engine.train_batch(blocks=...): the backward changes the buffer {changes[0]}, as batch normalisation "
+                "in a checkpoint does, in another order than a loop. Leave blocks out: the micro-batches then run one "
+                "after the other."
+            )

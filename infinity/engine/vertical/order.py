@@ -16,9 +16,12 @@ from torch import nn
 
 from infinity.engine.loss_check import check_scalar
 from infinity.engine.parts import EngineParts
-from infinity.engine.vertical.pieces import Boundary, Coroutine, Graph, backward_passes, refused
+from infinity.engine.vertical.checks import BufferChanges
+from infinity.engine.vertical.coroutine import Coroutine
+from infinity.engine.vertical.pieces import Boundary, Graph, backward_passes, refused
 from infinity.errors import ModelError
 from infinity.grads.held import HeldGradients
+from infinity.interrupts import uninterrupted
 from infinity.units import residents
 
 Call = Callable[..., Any]
@@ -50,6 +53,10 @@ class Forward:
         """Run to the next block, or to the end."""
         try:
             self._coroutine.resume()
+        except Exception as error:
+            if self._refusal is not None and error is not self._refusal:
+                raise self._refusal from error  # the model's code raised another one in its place
+            raise
         finally:
             self._scope.hand_over()
         if self._refusal is not None:
@@ -118,10 +125,11 @@ class Forward:
 
 
 class VerticalOrder:
-    """Runs steps of one model block by block. blocks: in the order in which each forward calls them."""
+    """Runs steps of `model` block by block. blocks: in the order in which each forward calls them."""
 
-    def __init__(self, blocks: Sequence[nn.Module], parts: EngineParts) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], parts: EngineParts) -> None:
         self.blocks = blocks
+        self._model = model
         self._parts = parts
         self._running: Forward | None = None
 
@@ -133,6 +141,7 @@ class VerticalOrder:
         """
         forwards = [Forward(batch, loss_of, self._parts) for batch in batches]
         passes, last = backward_passes(), len(self.blocks) - 1
+        buffers = BufferChanges(self._model)
         with ExitStack() as undo:
             for number, block in enumerate(self.blocks):
                 undo.enter_context(_calling(block, partial(self._pausing, number, last)))
@@ -142,20 +151,23 @@ class VerticalOrder:
                         self._running = forward
                         forward.advance()
                         self._check(forward, stage)
+                    buffers.check_stage()
                 if backward_passes() != passes + 1:
                     raise refused("the model's forward computes gradients, which would end at the last block it called")
                 for forward in forwards:
                     check_scalar(forward.loss)
             except BaseException:
-                for forward in forwards:
-                    forward.cancel()
+                self._running = None  # a cancelled forward may call blocks on its way out
+                with uninterrupted():
+                    for forward in forwards:
+                        forward.cancel()
                 raise
             finally:
                 self._running = None
         return forwards
 
     def _check(self, forward: Forward, stage: int) -> None:
-        """Raise ModelError unless `forward` is where all forwards are at the end of `stage`."""
+        """Raise ModelError unless `forward` paused where stage `stage` ends."""
         count = len(self.blocks)
         if forward.has_ended and stage <= count:
             raise refused(f"a forward ended before blocks[{min(stage, count - 1)}] had run")
