@@ -9,6 +9,8 @@ import sys
 from enum import Enum
 from typing import Any, NamedTuple
 
+from infinity.deepspeed.tree import TENSOR_PARALLEL
+
 
 class Reads(NamedTuple):
     """A method that returns the config's value. key: dotted name in DeepSpeed's JSON; default: DeepSpeed's own."""
@@ -95,66 +97,47 @@ GETTERS: dict[str, Reads] = {
 }
 """Name → the key of the config that the method returns."""
 
-_CURRICULUM = "there is no curriculum learning or random layer token dropping: choose the samples in the data loader"
-_TUNING = "there is no autotuning: `infinity tune` measures a drive's best I/O settings"
-_TENSOR = "use torch.distributed.tensor.parallel, and pass process_group to infinity.initialize()"
-_REDUCED = "gradients are reduced unit by unit during backward: use torch.distributed for other tensors"
-_SPARSE = "gradients are dense: construct embeddings with sparse=False"
-_COMPILE = "pass torch.compile(model) as model to initialize()"
-_CHECKPOINT = "checkpoints hold each parameter once, in safetensors: use save_checkpoint() and load_checkpoint()"
-_TIMERS = "engine.training_engine.ledger.snapshot() returns the seconds and bytes so far"
-_BATCH = "micro-batches and gradient buffers are fixed when the engine is constructed: pass another config"
-
-REFUSED: dict[str, str] = {
-    "set_custom_curriculum_learning_schedule": _CURRICULUM,
-    "data_efficiency_config": _CURRICULUM,
-    "data_sampling_config": _CURRICULUM,
-    "curriculum_learning_config": _CURRICULUM,
-    "random_ltd_config": _CURRICULUM,
-    "random_ltd_initialize": _CURRICULUM,
-    "autotuning_start_profile_step": _TUNING,
-    "autotuning_end_profile_step": _TUNING,
-    "autotuning_metric_path": _TUNING,
-    "autotuning_model_info_path": _TUNING,
-    "autotuning_metric": _TUNING,
-    "autotuning_profile_model_info": _TUNING,
-    "checkpoint_serialization_enabled": _CHECKPOINT,
-    "checkpoint_writer_enabled": _CHECKPOINT,
-    "load_moe_state_dict": "experts are parameters of their block: use load_checkpoint()",
-    "get_tensor_parallel_rank": _TENSOR,
-    "get_model_parallel_rank": _TENSOR,
-    "get_sequence_parallel_group": _TENSOR,
-    "tensor_parallel_config": _TENSOR,
-    "autotp_size": _TENSOR,
-    "compile_autotp": _TENSOR,
-    "get_autotp_backend": _TENSOR,
-    "compile": _COMPILE,
-    "compile_zero_optimization_stage": _COMPILE,
-    "compile_autosp": _COMPILE,
-    "uses_parallelization_pass_only": _COMPILE,
-    "get_autosp_backend": _COMPILE,
-    "get_deepcompile_backend": _COMPILE,
-    "get_deepspeed_compile_backend": _COMPILE,
-    "get_compile_time": _COMPILE,
-    "register_compile_pass": _COMPILE,
-    "swap_tensor_config": "the tiers' files are set by nvme_path and the section aio",
-    "set_train_micro_batch_size": _BATCH,
-    "set_data_post_process_func": "wrap the data loader, or pass collate_fn to initialize()",
-    "get_optimizer_configuration": "the optimizer is constructed from the config: read engine.optimizer",
-    "print_forward_breakdown": "there are no timers of mixtures of experts: use torch.profiler",
-    "get_wall_clock_timers": _TIMERS,
-    "coalesce_grad_reduction": "use engine.no_sync(), or gradient_accumulation_steps",
-    "clip_fp32_gradients": "set gradient_clipping in the config, which clips in engine.step()",
-    "allreduce_bucket": _REDUCED,
-    "allreduce_and_copy": _REDUCED,
-    "allreduce_no_retain": _REDUCED,
-    "buffered_allreduce_fallback": _REDUCED,
-    "all_gather_scalar": _REDUCED,
-    "sparse_allreduce_no_retain": _SPARSE,
-    "sparse_allreduce_bucket": _SPARSE,
-    "sparse_allreduce": _SPARSE,
-    "sparse_all_gather": _SPARSE,
+_INSTEAD = {
+    "there is no curriculum learning or random layer token dropping: choose the samples in the data loader": """
+        set_custom_curriculum_learning_schedule data_efficiency_config data_sampling_config curriculum_learning_config
+        random_ltd_config random_ltd_initialize
+    """,
+    "there is no autotuning: `infinity tune` measures a drive's best I/O settings": """
+        autotuning_start_profile_step autotuning_end_profile_step autotuning_metric_path autotuning_model_info_path
+        autotuning_metric autotuning_profile_model_info
+    """,
+    "checkpoints hold each parameter once, in safetensors: use save_checkpoint() and load_checkpoint()": (
+        "checkpoint_serialization_enabled checkpoint_writer_enabled"
+    ),
+    "experts are parameters of their block: use load_checkpoint()": "load_moe_state_dict",
+    TENSOR_PARALLEL: """
+        get_tensor_parallel_rank get_model_parallel_rank get_sequence_parallel_group tensor_parallel_config
+        autotp_size compile_autotp get_autotp_backend
+    """,
+    "pass torch.compile(model) as model to initialize()": """
+        compile compile_zero_optimization_stage compile_autosp uses_parallelization_pass_only get_autosp_backend
+        get_deepcompile_backend get_deepspeed_compile_backend get_compile_time register_compile_pass
+    """,
+    "the tiers' files are set by nvme_path and the section aio": "swap_tensor_config",
+    "micro-batches and gradient buffers are fixed when the engine is constructed: pass another config": (
+        "set_train_micro_batch_size"
+    ),
+    "wrap the data loader, or pass collate_fn to initialize()": "set_data_post_process_func",
+    "the optimizer is constructed from the config: read engine.optimizer": "get_optimizer_configuration",
+    "there are no timers of mixtures of experts: use torch.profiler": "print_forward_breakdown",
+    "engine.training_engine.ledger.snapshot() returns the seconds and bytes so far": "get_wall_clock_timers",
+    "use engine.no_sync(), or gradient_accumulation_steps": "coalesce_grad_reduction",
+    "set gradient_clipping in the config, which clips in engine.step()": "clip_fp32_gradients",
+    "gradients are reduced unit by unit during backward: use torch.distributed for other tensors": (
+        "allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback all_gather_scalar"
+    ),
+    "gradients are dense: construct embeddings with sparse=False": (
+        "sparse_allreduce_no_retain sparse_allreduce_bucket sparse_allreduce sparse_all_gather"
+    ),
 }
+"""A sentence on what to use instead → names without a counterpart."""
+
+REFUSED = {name: instead for instead, names in _INSTEAD.items() for name in names.split()}
 """Name → a sentence on what to use instead."""
 
 
@@ -166,6 +149,17 @@ def read(settings: Any, reads: Reads) -> Any:
             return reads.default
         value = value[part]
     return value
+
+
+def scaler_arguments(fp16: Any, init_scale: float) -> dict[str, Any]:
+    """Return the parameters of the dynamic scale in section `fp16`, under the names of DeepSpeed's loss scaler."""
+    return {
+        "init_scale": init_scale,
+        "scale_window": fp16.loss_scale_window,
+        "delayed_shift": fp16.hysteresis,
+        "consecutive_hysteresis": fp16.consecutive_hysteresis,
+        "min_scale": fp16.min_loss_scale,
+    }
 
 
 class OffloadDeviceEnum(str, Enum):

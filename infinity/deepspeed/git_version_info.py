@@ -33,13 +33,3 @@ torch_info: dict[str, Any] = {
     "hip_version": torch.version.hip or "0.0",
 }
 """Versions of the torch that runs, where DeepSpeed has those of the torch that it was compiled with."""
-
-__all__ = [
-    "accelerator_name",
-    "compatible_ops",
-    "git_branch",
-    "git_hash",
-    "installed_ops",
-    "torch_info",
-    "version",
-]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,14 +33,13 @@ from infinity.engine import schedules
 from infinity.engine.arguments import add_config_arguments, check_mpu, config_source
 from infinity.engine.base import BaseEngine, open_engines
 from infinity.engine.optimizer.unit_optimizer import ParamGroups
-from infinity.engine.schedules.client import RateScheduler
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, ModelError
 from infinity.observe.log import logger, show_by_default
 from infinity.units.compiled import uncompiled
 
 if TYPE_CHECKING:
-    from infinity.config import Config, Scheduler
+    from infinity.config import Config
 
 __all__ = ["add_config_arguments", "init_inference", "initialize", "tp_model_init"]
 
@@ -85,7 +85,9 @@ def initialize(
     tag_validation(settings)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     check_processes()
-    _log_version()
+    show_by_default()
+    version = f"version={root.__version__}, git-hash={root.__git_hash__}, git-branch={root.__git_branch__}"
+    log_dist(f"DeepSpeed info: {version}", ranks=[0])  # tests of libraries look for this line
     _take_from_engine(model)
     trains = optimizer is not None or settings.get("optimizer") is not None
     config_of_model = make_config(in_dtype_of(model, settings) if trains else settings, model)
@@ -100,15 +102,6 @@ def initialize(
         answer(engine)
     trained = engine.optimizer if isinstance(engine, TrainingEngine) else None
     return wrapped, trained, wrapped.training_dataloader, wrapped.lr_scheduler
-
-
-def _log_version() -> None:
-    """Log DeepSpeed's line of the version, which tests of libraries look for."""
-    show_by_default()
-    log_dist(
-        f"DeepSpeed info: version={root.__version__}, git-hash={root.__git_hash__}, git-branch={root.__git_branch__}",
-        ranks=[0],
-    )
 
 
 def _take_from_engine(model: nn.Module) -> None:
@@ -137,7 +130,9 @@ def _make_engine(
         runner.module.train(training)  # DeepSpeed leaves the mode to the script
         return runner
     if lr_scheduler is None and config.scheduler is not None:
-        lr_scheduler = _scheduler(config.scheduler)
+        # DeepSpeed's schedulers begin at iteration -1.
+        make: Any = getattr(schedules, config.scheduler.type)
+        lr_scheduler = partial(make, **config.scheduler.params.model_dump(exclude_unset=True))
         config = config.model_copy(update={"scheduler": None})
     with config_checks():
         engine = engines.initialize(model, config, model_parameters, optimizer=optimizer, lr_scheduler=lr_scheduler)[0]
@@ -148,13 +143,6 @@ def _make_engine(
     checks = config.bf16.enabled and config.infinity.check_nan
     engine.parts.schedule.step.skips_overflows = checks and engine.parts.plan.update != "during_backward"
     return engine
-
-
-def _scheduler(schedule: Scheduler) -> Callable[[torch.optim.Optimizer], RateScheduler]:
-    """Return a function that constructs DeepSpeed's scheduler, which begins at iteration -1, on an optimizer."""
-    make: Any = getattr(schedules, schedule.type)
-    params = schedule.params.model_dump(exclude_unset=True)
-    return lambda optimizer: cast("RateScheduler", make(optimizer, **params))
 
 
 @outside_of_init()

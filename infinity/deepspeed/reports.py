@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from infinity.deepspeed.engine_names import GETTERS, REFUSED, Reads, read
+from infinity.deepspeed.engine_names import GETTERS, REFUSED, Reads, read, scaler_arguments
 from infinity.deepspeed.module import EngineModule
 from infinity.engine.base import BaseEngine
 from infinity.errors import UsageError
@@ -70,14 +70,7 @@ class ReportingEngine(EngineModule):
         return 2.0**self._engine.config.fp16.initial_scale_power
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        fp16 = self._engine.config.fp16
-        return {
-            "init_scale": self.initial_dynamic_scale(),
-            "scale_window": fp16.loss_scale_window,
-            "delayed_shift": fp16.hysteresis,
-            "consecutive_hysteresis": fp16.consecutive_hysteresis,
-            "min_scale": fp16.min_loss_scale,
-        }
+        return scaler_arguments(self._engine.config.fp16, self.initial_dynamic_scale())
 
     def zero_optimization(self) -> bool:
         return self.zero_optimization_stage() > 0

@@ -11,7 +11,6 @@ from torch import nn
 
 from infinity.checkpoint.format import LATEST, names_of_buffers
 from infinity.comm.agreement.announcements import Operation
-from infinity.deepspeed.checkpoint_files import write_script
 from infinity.deepspeed.engine_names import OffloadDeviceEnum, OffloadStateTypeEnum, Reads, read
 from infinity.deepspeed.reports import ReportingEngine
 from infinity.deepspeed.settings import FailedRanksCheck, WrongValue, tag_validation
@@ -26,6 +25,19 @@ from infinity.observe.log import logger
 
 if TYPE_CHECKING:
     from infinity.config.batch import Batch
+
+_GATHERS = (
+    "stage3_gather_16bit_weights_on_model_save",
+    "gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save",
+)
+"""Names of the key without which a model of stage 3 is not gathered into one file."""
+_SCRIPT = """#!/usr/bin/env python
+# Writes the fp32 weights of a checkpoint in this folder: zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR
+from infinity.deepspeed.utils.zero_to_fp32 import main
+
+main()
+"""
 
 
 class SavingEngine(ReportingEngine):
@@ -144,7 +156,9 @@ class SavingEngine(ReportingEngine):
         engine = self._runner or self.training_engine
         engine.save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters)
         if self._engine.ranks.is_main_rank:
-            write_script(Path(save_dir))
+            script = Path(save_dir) / "zero_to_fp32.py"
+            script.write_text(_SCRIPT, encoding="utf-8")
+            script.chmod(script.stat().st_mode | 0o111)
         return True
 
     def checkpoint_tag_validation_enabled(self) -> bool:
@@ -216,7 +230,8 @@ class SavingEngine(ReportingEngine):
 
         In stage 3 without `stage3_gather_16bit_weights_on_model_save` it saves nothing and returns False, as DeepSpeed.
         """
-        if self.zero_optimization_partition_weights() and not self._may_gather():
+        gathers = any(read(self.config, Reads(f"zero_optimization.{name}", False)) for name in _GATHERS)
+        if self.zero_optimization_partition_weights() and not gathers:
             path = Path(save_dir) / save_filename
             logger.info("%s was not saved: stage3_gather_16bit_weights_on_model_save is false", path)
             return False
@@ -225,11 +240,6 @@ class SavingEngine(ReportingEngine):
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
         """Old name of `save_16bit_model`."""
         return self.save_16bit_model(save_dir, save_filename)
-
-    def _may_gather(self) -> bool:
-        names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
-        old = "stage3_gather_fp16_weights_on_model_save"
-        return any(read(self.config, Reads(f"zero_optimization.{name}", False)) for name in (*names, old))
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False

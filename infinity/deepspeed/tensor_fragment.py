@@ -13,10 +13,8 @@ import torch
 from torch import nn
 
 import infinity.engine.gather as gather
-from infinity.engine.base import BaseEngine
 from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
-from infinity.units.residents import owner_of
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -107,15 +105,10 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def _trained(param: nn.Parameter) -> TrainingEngine | None:
     """Return the open engine that trains `param`; None for other parameters."""
-    engine = _engine_of(param)
-    owner = owner_of(param)
-    trains = isinstance(engine, TrainingEngine) and owner is not None and owner.unit.layout.trainable
-    return engine if trains and param.requires_grad and isinstance(engine, TrainingEngine) else None
-
-
-def _engine_of(param: nn.Parameter) -> BaseEngine | None:
     found = gather._find(param)
-    return None if found is None else found[0]
+    if found is None or not isinstance(found[0], TrainingEngine):
+        return None
+    return found[0] if found[1].layout.trainable and param.requires_grad else None
 
 
 def _stage3(param: nn.Parameter) -> TrainingEngine | None:
@@ -129,15 +122,11 @@ def _stage3(param: nn.Parameter) -> TrainingEngine | None:
     return engine
 
 
-def _length(numel: int, ranks: int) -> int:
-    return -(-numel // ranks)
-
-
 def _part(param: nn.Parameter, whole: torch.Tensor | None) -> torch.Tensor | None:
     engine = _stage3(param)
     if engine is None or whole is None:
         return None
-    length = _length(whole.numel(), engine.ranks.size)
+    length = -(-whole.numel() // engine.ranks.size)
     padded = torch.zeros(length * engine.ranks.size, dtype=whole.dtype, device=whole.device)
     padded[: whole.numel()] = whole.flatten()
     return padded[engine.ranks.rank * length :][:length].clone()
@@ -148,7 +137,7 @@ def _joined(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor | None:
     engine = _stage3(param)
     if engine is None:
         return None
-    length = _length(param.numel(), engine.ranks.size)
+    length = -(-param.numel() // engine.ranks.size)
     flat = value.detach().flatten().cpu().float()
     if flat.numel() != length:
         raise UsageError(

@@ -70,7 +70,8 @@ def translate(
     for rename in RENAMES:
         rename(draft)
     _resolve_auto(draft, known, fill or Fill())
-    _drop_nulls(draft, known)
+    for dotted in [name for name, value in leaves(draft.content) if value is None and name in known]:
+        drop(draft.content, dotted)
     _judge(draft)
     for rule in MAPPINGS:
         rule(draft)
@@ -105,11 +106,6 @@ def _resolve_auto(draft: Draft, known: Collection[str], fill: Fill) -> None:
 
     draft.defaults, problems = resolve_auto(draft.content, fill, keeps, known.__contains__)
     draft.problems += problems
-
-
-def _drop_nulls(draft: Draft, known: Collection[str]) -> None:
-    for dotted in [name for name, value in leaves(draft.content) if value is None and name in known]:
-        drop(draft.content, dotted)
 
 
 def _judge(draft: Draft) -> None:

@@ -30,10 +30,13 @@ _OF_TORCH = frozenset(
         "batch_isend_irecv",
         "broadcast",
         "broadcast_object_list",
+        "destroy_process_group",
         "gather",
         "irecv",
+        "is_available",
         "isend",
         "monitored_barrier",
+        "new_group",
         "recv",
         "reduce",
         "reduce_scatter",
@@ -72,19 +75,6 @@ def init_distributed(
     """
     if dist.is_initialized():
         return
-    _join(dist_backend, distributed_port, timeout, init_method, dist_init_required, rank, world_size)
-    name_backend()
-
-
-def _join(
-    dist_backend: str | None,
-    distributed_port: int,
-    timeout: timedelta,
-    init_method: str | None,
-    dist_init_required: bool | None,
-    rank: int,
-    world_size: int,
-) -> None:
     if dist_init_required is False:
         raise UsageError(
             "dist_init_required is False, but torch.distributed is not initialized: call init_process_group() first, "
@@ -101,6 +91,7 @@ def _join(
         dist.init_process_group(dist_backend, timeout=timeout)
     else:
         join_process_group(True, None)
+    name_backend()
 
 
 def is_initialized() -> bool:
@@ -109,10 +100,6 @@ def is_initialized() -> bool:
     if initialized:
         name_backend()
     return initialized
-
-
-def is_available() -> bool:
-    return dist.is_available()
 
 
 def get_rank(group: Any = None) -> int:
@@ -139,14 +126,6 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 
 def get_world_group() -> Any:
     return dist.group.WORLD
-
-
-def new_group(ranks: list[int]) -> Any:
-    return dist.new_group(ranks)
-
-
-def destroy_process_group(group: Any = None) -> None:
-    dist.destroy_process_group(group)
 
 
 def has_all_gather_into_tensor() -> bool:

@@ -93,7 +93,8 @@ def import_deepspeed(
         groups = groups_of(stored, rule, plain)
         moments = _moment_format(stored)
         tensors = _tensors(stored, rule, moments)
-        files = _files(tensors)
+        shards = packed(tensors, _FILE_BYTES)
+        files = {f"unit-{number:05d}.safetensors": names for number, names in enumerate(shards)}
         index = Index(
             global_steps=_count(stored, "global_steps"),
             parameters=_entries(stored, files),
@@ -191,18 +192,18 @@ def _updates(stored: StoredCheckpoint) -> int:
     return _count(stored, "global_steps") - _count(stored, "skipped_steps")
 
 
-def _files(tensors: Mapping[str, Mapping[str, Spec]]) -> dict[str, list[str]]:
-    """Return file → its parameters."""
+def packed(tensors: Mapping[str, Mapping[str, Spec]], limit: int) -> list[list[str]]:
+    """Return the names for each file of at most `limit` bytes, in order. A larger entry gets a file of its own."""
     files: list[list[str]] = [[]]
     size = 0
     for name, specs in tensors.items():
         nbytes = sum(spec.nbytes for spec in specs.values())
-        if files[-1] and size + nbytes > _FILE_BYTES:
+        if files[-1] and size + nbytes > limit:
             files.append([])
             size = 0
         files[-1].append(name)
         size += nbytes
-    return {f"unit-{number:05d}.safetensors": names for number, names in enumerate(files)}
+    return files
 
 
 def _entries(stored: StoredCheckpoint, files: Mapping[str, list[str]]) -> dict[str, Entry]:

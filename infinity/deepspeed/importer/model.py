@@ -30,6 +30,10 @@ from infinity.units.compiled import own_name
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _CANNOT = "which Infinity cannot import: save its state_dict from DeepSpeed, and load that before infinity.initialize"
+TENSOR_PARALLEL = (
+    "belongs to a tensor parallel rank, which Infinity cannot import: save the whole model with one tensor parallel "
+    "rank first"
+)
 _OTHER_FILES = {
     re.compile(r"layer_\d+_expert_.*|expert_\d+_.*|expp_rank_.*"): "experts (MoE)",
     re.compile(r"layer_\d+-model_.*"): "a pipeline",
@@ -131,10 +135,7 @@ def read_model_states(folder: Path) -> list[ModelStates]:
         if matched is None:
             continue
         if int(matched[2]):
-            raise CheckpointError(
-                f"{path} belongs to a tensor parallel rank, which Infinity cannot import: save the whole model with "
-                "one tensor parallel rank first"
-            )
+            raise CheckpointError(f"{path} {TENSOR_PARALLEL}")
         found[matched[1] is not None, int(matched[1] or 0)] = inside(folder, path.name)
     kinds, ranks = {by_rank for by_rank, _ in found}, sorted(rank for _, rank in found)
     if not found:
@@ -152,23 +153,24 @@ def read_model_states(folder: Path) -> list[ModelStates]:
             "missing, copy the files of all ranks"
         )
     for model in models[1:]:
-        if (model.shapes, model.frozen_shapes, list(model.module)) != (
-            models[0].shapes,
-            models[0].frozen_shapes,
-            list(models[0].module),
-        ):
-            raise CheckpointError(
-                f"{model.file.path} has other parameters than {models[0].file.path.name}: copy one checkpoint's files "
-                "into an empty folder"
-            )
-        for count in _COUNTS:
-            own, first = model.file.content.get(count), models[0].file.content.get(count)
-            if own != first:
-                raise CheckpointError(
-                    f"{model.file.path} has {count} {own!r}, and {models[0].file.path.name} {first!r}: files of "
-                    "several steps or runs are mixed, copy all files of one checkpoint again"
-                )
+        _check_alike(model, models[0])
     return models
+
+
+def _check_alike(model: ModelStates, first: ModelStates) -> None:
+    same = model.shapes == first.shapes and model.frozen_shapes == first.frozen_shapes
+    if not same or list(model.module) != list(first.module):
+        raise CheckpointError(
+            f"{model.file.path} has other parameters than {first.file.path.name}: copy one checkpoint's files "
+            "into an empty folder"
+        )
+    for count in _COUNTS:
+        own, firsts = model.file.content.get(count), first.file.content.get(count)
+        if own != firsts:
+            raise CheckpointError(
+                f"{model.file.path} has {count} {own!r}, and {first.file.path.name} {firsts!r}: files of "
+                "several steps or runs are mixed, copy all files of one checkpoint again"
+            )
 
 
 def _model_states(folder: Path, file: PickleFile, *, by_rank: bool) -> ModelStates:

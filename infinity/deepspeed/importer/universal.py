@@ -22,6 +22,7 @@ from infinity.deepspeed.importer.states import (
     check_numel,
     entry,
     inside,
+    numbers_of,
     step_of,
 )
 from infinity.deepspeed.importer.zero import frozen, loss_scaler
@@ -98,10 +99,9 @@ def _steps_of_groups(content: Any, groups: int, path: Path) -> list[int | torch.
     """Return the step of each sub-group in stage 3, as it is saved."""
     base = entry(content, "optimizer_state_dict", dict, path)
     states, counts = entry(base, "state", dict, path), []
-    for group in entry(base, "param_groups", list, path):
-        for number in entry(group, "params", list, path):
-            own = states.get(number, {})
-            counts.append(own.get("step", group.get("step")) if isinstance(own, dict) else None)
+    for group, number in numbers_of(entry(base, "param_groups", list, path), path):
+        own = states.get(number, {})
+        counts.append(own.get("step", group.get("step")) if isinstance(own, dict) else None)
     if len(counts) != groups:
         raise CheckpointError(f"{path} holds states of {len(counts)} sub-groups, and the model has {groups}: {DAMAGED}")
     return counts

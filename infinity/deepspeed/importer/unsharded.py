@@ -6,7 +6,6 @@ the model's parameters in order, which is unambiguous for one param_group of all
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -55,16 +54,16 @@ def read_unsharded(folder: Path, model: ModelStates) -> StoredCheckpoint:
             f"{path} is of stage 0 with {len(tensors)} parameters, and its optimizer has {len(numbers)}: frozen ones "
             "are not recorded there; save it with ZeRO stage 1 or higher"
         )
-    parameters = {}
+    parameters, start = {}, 0
     for place, (name, tensor) in enumerate(tensors.items()):
         state = states.get(numbers[0 if flat else place], {})
-        cut = masters[name]
-        start = _start(masters, name) if flat else 0
-        found = {"master": StoredState((Range(cut, 0, cut.numel),), tensor.shape)}
-        for key, value in _moments(state):
-            found[key] = _moment(model.file, value, f"{key} of {name}", tensor.shape, start, flat=flat)
+        found = {"master": StoredState.whole(masters[name], tensor.shape)}
+        for key, value in state.items():
+            if key != "step" and value is not None:
+                found[key] = _moment(model.file, value, f"{key} of {name}", tensor.shape, start if flat else None)
         step = step_of(state["step"], model.file) if "step" in state else None
         parameters[name] = StoredParameter(tensor.shape, tensor.dtype, found, step)
+        start += tensor.numel
     scale = {key: optimizer[key] for key in _SCALES if key in optimizer}
     return model.checkpoint(folder, parameters, groups, scale)
 
@@ -128,31 +127,16 @@ def _rounds_to(master: FileTensor, computed: Computed) -> bool:
     return all(computed.matches(master.read(at, min(at + PART, master.numel)), at) for at in starts)
 
 
-def _start(tensors: dict[str, FileTensor], name: str) -> int:
-    """Return the number of elements before a parameter's."""
-    total = 0
-    for other, tensor in tensors.items():
-        if other == name:
-            break
-        total += tensor.numel
-    return total
-
-
-def _moments(state: Any) -> Iterator[tuple[str, Any]]:
-    for key, value in state.items():
-        if key != "step" and value is not None:
-            yield key, value
-
-
-def _moment(file: PickleFile, value: Any, name: str, shape: tuple[int, ...], start: int, *, flat: bool) -> StoredState:
-    """Return a moment. start: its first element in the flat tensor of all parameters."""
+def _moment(file: PickleFile, value: Any, name: str, shape: tuple[int, ...], start: int | None) -> StoredState:
+    """Return a moment. start: its first element in the flat tensor of all parameters; None: it has a tensor."""
     tensor = file.place(value, name)
-    if not flat and tensor.shape != shape:
+    if start is None and tensor.shape != shape:
         raise CheckpointError(
             f"{file.path}: {name} has shape {list(tensor.shape)}, and its parameter {list(shape)}: stage 0 does not "
             f"record names, so the optimizer has other parameters or another order: {DAMAGED}"
         )
-    start, stop = (start, start + prod(shape)) if flat else (0, tensor.numel)
+    first = start or 0
+    stop = first + prod(shape)
     if stop > tensor.numel:
         raise CheckpointError(f"{file.path}: {name} ends at {stop:,} of {tensor.numel:,} elements: {DAMAGED}")
-    return StoredState((Range(tensor, start, stop),), shape)
+    return StoredState((Range(tensor, first, stop),), shape)

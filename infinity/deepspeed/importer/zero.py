@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.deepspeed.importer.files import FileTensor, Inert, PickleFile, read_pickle
-from infinity.deepspeed.importer.model import ModelStates, read_model_states
+from infinity.deepspeed.importer.model import TENSOR_PARALLEL, ModelStates, read_model_states
 from infinity.deepspeed.importer.states import (
     DAMAGED,
     Range,
@@ -25,6 +25,8 @@ from infinity.deepspeed.importer.states import (
     check_numel,
     entry,
     inside,
+    numbers_of,
+    part_of,
     step_of,
 )
 from infinity.deepspeed.importer.unsharded import read_unsharded
@@ -93,9 +95,8 @@ class _State:
     def _read_steps(self) -> list[int | None]:
         """Return the step of each flat tensor, which optimizers save with its moments or with its group."""
         own = [moments.pop("step", None) for moments in self.moments]
-        of_groups = [
-            group.get("step") for group in self.param_groups for _ in entry(group, "params", list, self.file.path)
-        ] or [self.content.get("base_optimizer_state_step")] * len(own)
+        of_groups = [group.get("step") for group, _ in numbers_of(self.param_groups, self.file.path)]
+        of_groups = of_groups or [self.content.get("base_optimizer_state_step")] * len(own)
         steps = [of_group if step is None else step for step, of_group in zip(own, of_groups, strict=True)]
         return [None if step is None else step_of(step, self.file) for step in steps]
 
@@ -106,12 +107,8 @@ def _moments(base: Any, groups: int, file: PickleFile) -> list[dict[str, Any]]:
         found = base
     else:
         states = entry(base, "state", dict, file.path)
-        numbers = [
-            number
-            for group in entry(base, "param_groups", list, file.path)
-            for number in entry(group, "params", list, file.path)
-        ]
-        found = [states.get(number, {}) for number in numbers]
+        listed = numbers_of(entry(base, "param_groups", list, file.path), file.path)
+        found = [states.get(number, {}) for _, number in listed]
     if len(found) != groups or not all(isinstance(state, dict) for state in found):
         raise CheckpointError(
             f"{file.path} holds the masters of {groups} groups and the moments of {len(found)}: {DAMAGED}"
@@ -136,13 +133,10 @@ def _optimizer_files(folder: Path) -> list[Path]:
         if matched is None:
             continue
         rank, model_rank = int(matched[1]), int(matched[2])
-        if model_rank or rank in found:
-            raise CheckpointError(
-                f"{path} belongs to a tensor parallel rank, which Infinity cannot import: save the whole model with "
-                "one tensor parallel rank first"
-                if model_rank
-                else f"{path}: rank {rank} has another file, {found[rank].name}: remove the stale one"
-            )
+        if model_rank:
+            raise CheckpointError(f"{path} {TENSOR_PARALLEL}")
+        if rank in found:
+            raise CheckpointError(f"{path}: rank {rank} has another file, {found[rank].name}: remove the stale one")
         found[rank] = inside(folder, path.name)
     missing = sorted(set(range(max(found, default=-1) + 1)) - found.keys())
     if missing:
@@ -255,17 +249,15 @@ def _of_stage3(model: ModelStates, states: Sequence[_State]) -> Iterator[tuple[s
     ends = list(accumulate(flat.numel for flat in flats[0]["master"]))
     at = 0
     for name, shape in ((name, shape) for group in model.shapes for name, shape in group.items()):
-        numel, part = prod(shape), parts[name]
         group = next((number for number, end in enumerate(ends) if at < end), len(ends) - 1)
         found = {}
         for kind in flats[0]:
             ranges: list[Range] = []
             for rank, own in enumerate(flats):
-                valid = min(part, max(0, numel - rank * part))
-                ranges += _cut(own[kind], at, at + valid)
+                ranges += _cut(own[kind], at, at + part_of(prod(shape), rank, ranks))
             found[kind] = check_numel(StoredState(tuple(ranges), shape), f"{kind} of {name}", path)
         yield name, StoredParameter(shape, model.dtype(name), found, states[0].steps[group])
-        at += part
+        at += parts[name]
 
 
 def _flats_of_rank(state: _State) -> dict[str, list[FileTensor]]:
@@ -298,10 +290,9 @@ def frozen(models: Sequence[ModelStates]) -> dict[str, StoredParameter]:
         }
     found = {}
     for name, shape in first.frozen_shapes.items():
-        part, numel, ranges = ceil(prod(shape) / len(models)), prod(shape), []
+        ranges: list[Range] = []
         for rank, model in enumerate(models):
-            fragment = model.fragment(name)
-            valid = min(part, max(0, numel - rank * part))
+            fragment, valid = model.fragment(name), part_of(prod(shape), rank, len(models))
             if fragment.numel < valid or fragment.dtype != first.dtype(name):
                 raise CheckpointError(
                     f"{model.file.path}: the part of {name} has shape {list(fragment.shape)} and {fragment.dtype}, and "
