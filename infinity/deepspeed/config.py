@@ -20,23 +20,8 @@ if TYPE_CHECKING:
 
 DeepSpeedConfigError = ConfigError
 
-ADAGRAD_OPTIMIZER = "adagrad"
-ADAM_OPTIMIZER = "adam"
-ADAMW_OPTIMIZER = "adamw"
-LION_OPTIMIZER = "lion"
-LAMB_OPTIMIZER = "lamb"
-ONEBIT_ADAM_OPTIMIZER = "onebitadam"
-ZERO_ONE_ADAM_OPTIMIZER = "zerooneadam"
-ONEBIT_LAMB_OPTIMIZER = "onebitlamb"
-MUADAM_OPTIMIZER = "muadam"
-MUADAMW_OPTIMIZER = "muadamw"
-MUSGD_OPTIMIZER = "musgd"
-MUON_OPTIMIZER = "muon"
 DEEPSPEED_OPTIMIZERS = [rule.name for rule in RULES.values() if rule.is_deepspeeds]
-"""Names in `optimizer.type` that are supported, in lower case. DeepSpeed's list has the other names above, too."""
-TORCH_ADAM_PARAM = "torch_adam"
-ADAM_W_MODE = "adam_w_mode"
-ADAM_W_MODE_DEFAULT = True
+"""Names in `optimizer.type` that are supported, in lower case. DeepSpeed's list has others, too."""
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
@@ -78,7 +63,8 @@ class DeepSpeedConfig:
         self.train_micro_batch_size_per_gpu: int | None = None
         self.gradient_accumulation_steps: int | None = None
         sizes = (resolved.train_batch_size, resolved.train_micro_batch_size_per_gpu)
-        is_auto = any(self.param_dict.get(name) == "auto" for name in _SIZES)
+        names = ("train_batch_size", "train_micro_batch_size_per_gpu")
+        is_auto = any(self.param_dict.get(name) == "auto" for name in names)
         if not is_auto or any(size is not None for size in sizes):
             with config_checks():
                 batch = resolved.resolve_batch(self.world_size)
@@ -111,6 +97,3 @@ class DeepSpeedConfig:
         from infinity.deepspeed.sections import get_float16_config
 
         return get_float16_config(self.param_dict)
-
-
-_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")

@@ -17,6 +17,7 @@ from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.front_ends import check_processes
 from infinity.deepspeed.helpers import log_dist
+from infinity.deepspeed.launcher.flags import DEFAULT_PORT
 from infinity.deepspeed.module import EngineModule
 from infinity.deepspeed.parameter_names import answer
 from infinity.deepspeed.settings import (
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_config_arguments", "init_inference", "initialize", "tp_model_init"]
 
-DISTRIBUTED_PORT = 29500
-
 
 @outside_of_init()
 def initialize(
@@ -54,7 +53,7 @@ def initialize(
     model_parameters: ParamGroups | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
-    distributed_port: int = DISTRIBUTED_PORT,
+    distributed_port: int = DEFAULT_PORT,
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -161,23 +160,18 @@ def init_inference(
     options |= kwargs
     dtype = _dtype(options.pop("dtype", torch.float16))
     content = {"zero_optimization": dict(options.pop("zero", None) or {"stage": 0})}
-    tensor_parallel = options.pop("tensor_parallel", options.pop("tp", None)) or {}
-    sizes = {
-        "tensor_parallel.tp_size": dict(tensor_parallel).get("tp_size", 1),
-        "mp_size": options.pop("mp_size", 1),
-    }
-    for name, size in sizes.items():
+    tensor_parallel = dict(options.pop("tensor_parallel", options.pop("tp", None)) or {})
+    tp_size, mp_size = tensor_parallel.get("tp_size", 1), options.pop("mp_size", 1)
+    for name, size in (("tensor_parallel.tp_size", tp_size), ("mp_size", mp_size)):
         if size != 1:
             raise ConfigError(
                 f"{name} is {size}: set it to 1, or use torch.distributed.tensor.parallel and pass process_group to "
                 "infinity.init_inference()"
             )
-    unused = [name for name in options if name in _NO_EFFECT]
-    refused = sorted(set(options) - set(unused))
-    if refused:
+    if refused := sorted(options.keys() - _NO_EFFECT):
         raise ConfigError([f"{name} is not supported in an inference config: remove it" for name in refused])
-    if unused:
-        logger.info("init_inference: no effect here: %s", ", ".join(sorted(unused)))
+    if options:
+        logger.info("init_inference: no effect here: %s", ", ".join(sorted(options)))
     engine = EngineModule(engines.init_inference(model, make_config(content, model), dtype=dtype))
     forget(model.parameters())
     return engine
@@ -212,10 +206,15 @@ def tp_model_init(
 
 
 def _dtype(value: Any) -> torch.dtype:
-    names = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "float": "float32"}
     name = str(value).removeprefix("torch.")
-    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    name = names.get(name, name)
-    if name not in dtypes:
-        raise ConfigError(f"dtype is {value!r}: use torch.float16, torch.bfloat16 or torch.float32")
-    return dtypes[name]
+    for dtype, names in _DTYPES.items():
+        if name in names:
+            return dtype
+    raise ConfigError(f"dtype is {value!r}: use torch.float16, torch.bfloat16 or torch.float32")
+
+
+_DTYPES = {
+    torch.float32: ("float32", "fp32", "float"),
+    torch.float16: ("float16", "fp16", "half"),
+    torch.bfloat16: ("bfloat16", "bf16"),
+}

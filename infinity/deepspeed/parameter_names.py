@@ -67,10 +67,6 @@ class _Name:
         return self._read(parameter, *found[:2])
 
 
-def _status(parameter: nn.Parameter, engine: BaseEngine, unit: Unit) -> ZeroParamStatus:
-    return ZeroParamStatus.AVAILABLE if unit.pin_count else ZeroParamStatus.NOT_AVAILABLE
-
-
 def _partition_numel(parameter: nn.Parameter, engine: BaseEngine, unit: Unit) -> int:
     return -(-parameter.numel() // engine.ranks.size)
 
@@ -93,7 +89,9 @@ _NAMES: dict[str, _Read] = {
     "ds_id": lambda parameter, engine, unit: _numbers[engine][id(parameter)],
     "ds_shape": lambda parameter, engine, unit: parameter.shape,
     "ds_numel": lambda parameter, engine, unit: parameter.numel(),
-    "ds_status": _status,
+    "ds_status": lambda parameter, engine, unit: (
+        ZeroParamStatus.AVAILABLE if unit.pin_count else ZeroParamStatus.NOT_AVAILABLE
+    ),
     "ds_tensor": _part,
     "ds_process_group": lambda parameter, engine, unit: engine.ranks.replicas,
     "ds_persist": lambda parameter, engine, unit: False,

@@ -23,10 +23,10 @@ _SAFE_MODULES = [f"torch.nn.modules.{name}" for name in ("linear.Linear", "conv.
 class ReportingEngine(EngineModule):
     """Reports the config of `engine`. Methods of DeepSpeed's engine that have no counterpart raise UsageError."""
 
-    def __init__(self, engine: BaseEngine, settings: Mapping[str, Any]) -> None:
+    def __init__(self, engine: BaseEngine, settings: Mapping[str, Any], client_optimizer: Any) -> None:
         """settings: the config in DeepSpeed's keys."""
         super().__init__(engine)
-        self.client_optimizer: Any = None
+        self.client_optimizer = client_optimizer
         """The optimizer that the script passed to `initialize`, or None."""
         self.config = dict(settings)
         """The config as a dict, as DeepSpeed has it."""

@@ -43,8 +43,8 @@ main()
 class SavingEngine(ReportingEngine):
     """Saves and loads the model and the states of `engine`."""
 
-    def __init__(self, engine: BaseEngine, settings: Mapping[str, Any]) -> None:
-        super().__init__(engine, settings)
+    def __init__(self, engine: BaseEngine, settings: Mapping[str, Any], client_optimizer: Any) -> None:
+        super().__init__(engine, settings, client_optimizer)
         self._trainer = engine if isinstance(engine, TrainingEngine) else None
         self._runner = engine if isinstance(engine, InferenceEngine) else None
         self.global_samples = 0
@@ -116,13 +116,18 @@ class SavingEngine(ReportingEngine):
         if custom_load_fn is not None:
             self._engine.load_with(lambda model: custom_load_fn(src=states, dst=model))
             return
-        parameters = self._by_key()
+        pieces = Pieces(self.module)
+        parameters: dict[str, list[tuple[nn.Parameter, Piece]]] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            piece = pieces.of(name, parameter)
+            parameters.setdefault(piece.name, []).append((parameter, piece))  # several for the tiles of a tensor
         buffers = names_of_buffers(self.module)
         missing, unexpected = {*parameters, *buffers} - set(states), set(states) - {*parameters, *buffers}
         if strict and (missing or unexpected):
+            listed = [", ".join(sorted(names)) or "none" for names in (missing, unexpected)]
             raise UsageError(
-                f"the state dict does not fit the model (missing: {_listed(missing)}; unexpected: "
-                f"{_listed(unexpected)}): pass the state dict of the same model, or strict=False"
+                f"the state dict does not fit the model (missing: {listed[0]}; unexpected: {listed[1]}): pass the "
+                "state dict of the same model, or strict=False"
             )
         for name, value in states.items():
             if name in parameters:
@@ -250,10 +255,8 @@ class SavingEngine(ReportingEngine):
         """
         frozen = self._frozen() if exclude_frozen_parameters else set()
         keeps = self._engine.ranks.is_main_rank
-        states: dict[str, torch.Tensor] = {}
-        for name, value in self._engine.stream_state_dict():
-            if keeps and name not in frozen:
-                states[name] = value
+        stream = self._engine.stream_state_dict()
+        states = {name: value for name, value in stream if keeps and name not in frozen}
         return states if keeps else None
 
     def offload_states(
@@ -289,14 +292,6 @@ class SavingEngine(ReportingEngine):
         """Move the states back to the device, with the same bits. Idempotent. non_blocking has no effect."""
         self.training_engine.reload_states()
 
-    def _by_key(self) -> dict[str, list[tuple[nn.Parameter, Piece]]]:
-        """Return key of the state dict → the parameter, or the tiles of the tensor there."""
-        pieces, found = Pieces(self.module), dict[str, list[tuple[nn.Parameter, Piece]]]()
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            piece = pieces.of(name, parameter)
-            found.setdefault(piece.name, []).append((parameter, piece))
-        return found
-
     def _frozen(self) -> set[str]:
         pieces = Pieces(self.module)
         named = self.module.named_parameters()
@@ -310,7 +305,3 @@ def _part(value: torch.Tensor, piece: Piece) -> torch.Tensor:
         shapes = f"{list(piece.shape)}, the value {list(getattr(value, 'shape', ()))}"
         raise UsageError(f"{piece.name} has shape {shapes}: pass a value of the layer's shape")
     return value[piece.place]
-
-
-def _listed(names: set[str]) -> str:
-    return ", ".join(sorted(names)) or "none"

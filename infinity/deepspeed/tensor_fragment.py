@@ -74,9 +74,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's part of the fp32 master. All ranks must call it."""
-    whole = _joined(param, value)
-    if whole is not None:
-        safe_set_full_fp32_param(param, whole)
+    _set_local(param, value, safe_set_full_fp32_param)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -86,9 +84,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Set this rank's part of a moment. All ranks must call it."""
-    whole = _joined(param, value)
-    if whole is not None:
-        safe_set_full_optimizer_state(param, whole, optim_state_key)
+    _set_local(param, value, safe_set_full_optimizer_state, optim_state_key)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -98,9 +94,7 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's part of the step's gradient. All ranks must call it."""
-    whole = _joined(param, value)
-    if whole is not None:
-        safe_set_full_grad(param, whole)
+    _set_local(param, value, safe_set_full_grad)
 
 
 def _trained(param: nn.Parameter) -> TrainingEngine | None:
@@ -132,11 +126,11 @@ def _part(param: nn.Parameter, whole: torch.Tensor | None) -> torch.Tensor | Non
     return padded[engine.ranks.rank * length :][:length].clone()
 
 
-def _joined(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor | None:
-    """Return the parts of all ranks as one tensor in the shape of `param`."""
+def _set_local(param: nn.Parameter, value: torch.Tensor, set_full: Callable[..., None], *key: str) -> None:
+    """Join the parts of all ranks to one tensor in the shape of `param`, and pass it to `set_full`."""
     engine = _stage3(param)
     if engine is None:
-        return None
+        return
     length = -(-param.numel() // engine.ranks.size)
     flat = value.detach().flatten().cpu().float()
     if flat.numel() != length:
@@ -145,4 +139,4 @@ def _joined(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor | None:
             f"has {length}: pass a value like that of the local get function"
         )
     parts: list[torch.Tensor] = engine.ranks.gather(flat)
-    return torch.cat(parts)[: param.numel()].view(param.shape)
+    set_full(param, torch.cat(parts)[: param.numel()].view(param.shape), *key)

@@ -191,8 +191,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 def _stage_file() -> str:
     """Return a file with the stage, in a temporary folder: checkpoints of engines load in every stage."""
     path = Path(_folder().name) / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    content: dict[str, Any] = {"optimizer_state_dict": {"zero_stage": _STAGE}}
-    torch.save(content, path)
+    torch.save({"optimizer_state_dict": {"zero_stage": _STAGE}}, path)
     return str(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,11 +13,11 @@ from torch.distributed import ReduceOp as ReduceOp
 
 from infinity.comm.groups import join_process_group
 from infinity.deepspeed.front_ends import name_backend
+from infinity.deepspeed.launcher.flags import DEFAULT_PORT
 from infinity.errors import UsageError
 from infinity.inputs import number_of
 
 _TIMEOUT = timedelta(minutes=30)
-_PORT = 29500
 _OF_TORCH = frozenset(
     {
         "P2POp",
@@ -58,7 +59,7 @@ _LOGGING = ("prof", "log_name", "debug")
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
-    distributed_port: int = _PORT,
+    distributed_port: int = DEFAULT_PORT,
     verbose: bool = True,
     timeout: timedelta = _TIMEOUT,
     init_method: str | None = None,
@@ -147,9 +148,8 @@ def __getattr__(name: str) -> Any:
 def _without_logging(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function`, which ignores the arguments of DeepSpeed's communication logger."""
 
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **{name: value for name, value in kwargs.items() if name not in _LOGGING})
 
-    call.__name__ = function.__name__
-    call.__doc__ = function.__doc__
     return call

@@ -22,7 +22,6 @@ from infinity.deepspeed.importer.optimizer import groups_of, loss_scale_of, opti
 from infinity.deepspeed.importer.states import (
     DAMAGED,
     StoredCheckpoint,
-    StoredParameter,
     damage_named,
     latest_folder,
 )
@@ -211,17 +210,12 @@ def _entries(stored: StoredCheckpoint, files: Mapping[str, list[str]]) -> dict[s
     for file, names in files.items():
         for name in names:
             parameter = stored.parameters[name]
-            step = _step(stored, parameter) if parameter.trained else 0
+            step = parameter.step if parameter.trained else 0
+            if step is None:  # an optimizer without a count, such as SGD; or a parameter that has no moments yet
+                step = _updates(stored) if len(parameter.states) > 1 else 0
             dtype = str(parameter.dtype).removeprefix("torch.")
             entries[name] = Entry(parameter.shape, dtype, parameter.trained, file, step)
     return entries
-
-
-def _step(stored: StoredCheckpoint, parameter: StoredParameter) -> int:
-    if parameter.step is not None:
-        return parameter.step
-    # An optimizer without a count, such as SGD; or Adam's, of a parameter that has no moments yet.
-    return _updates(stored) if len(parameter.states) > 1 else 0
 
 
 def _parts(stored: StoredCheckpoint, specs: Mapping[str, Spec], each: str) -> Iterator[torch.Tensor]:

@@ -60,12 +60,10 @@ _OF_DEEPSPEED = (
 """Classes that DeepSpeed, and scripts around it, leave in checkpoints."""
 
 
-def _stand_in(name: str) -> type[Inert]:
-    module, _, own = name.partition(" ")
-    return type(own, (Inert,), {"__module__": module, "__qualname__": own})
-
-
-STAND_INS: dict[str, type[Inert]] = {name: _stand_in(name) for name in _OF_DEEPSPEED}
+STAND_INS: dict[str, type[Inert]] = {
+    f"{module} {name}": type(name, (Inert,), {"__module__": module, "__qualname__": name})
+    for module, name in map(str.split, _OF_DEEPSPEED)
+}
 
 
 class AnyTensor(Inert):

@@ -87,33 +87,23 @@ class _State:
         ]
         base = self.content.get("optimizer_state_dict" if self.stage == 3 else "base_optimizer_state")
         self.param_groups: list[dict[str, Any]] = []
-        self.moments = _moments(base, len(self.masters), file)
-        if isinstance(base, dict):
+        if isinstance(base, list):  # of "elastic" checkpoints
+            found, steps = base, [self.content.get("base_optimizer_state_step")] * len(base)
+        else:
+            states = entry(base, "state", dict, file.path)
             self.param_groups = entry(base, "param_groups", list, file.path)
-        self.steps = self._read_steps()
-
-    def _read_steps(self) -> list[int | None]:
-        """Return the step of each flat tensor, which optimizers save with its moments or with its group."""
-        own = [moments.pop("step", None) for moments in self.moments]
-        of_groups = [group.get("step") for group, _ in numbers_of(self.param_groups, self.file.path)]
-        of_groups = of_groups or [self.content.get("base_optimizer_state_step")] * len(own)
-        steps = [of_group if step is None else step for step, of_group in zip(own, of_groups, strict=True)]
-        return [None if step is None else step_of(step, self.file) for step in steps]
-
-
-def _moments(base: Any, groups: int, file: PickleFile) -> list[dict[str, Any]]:
-    """Return the state of each flat tensor, in the order of the masters: name → value."""
-    if isinstance(base, list):  # of "elastic" checkpoints
-        found = base
-    else:
-        states = entry(base, "state", dict, file.path)
-        listed = numbers_of(entry(base, "param_groups", list, file.path), file.path)
-        found = [states.get(number, {}) for _, number in listed]
-    if len(found) != groups or not all(isinstance(state, dict) for state in found):
-        raise CheckpointError(
-            f"{file.path} holds the masters of {groups} groups and the moments of {len(found)}: {DAMAGED}"
-        )
-    return [{name: value for name, value in state.items() if value is not None} for state in found]
+            listed = numbers_of(self.param_groups, file.path)
+            found, steps = [states.get(number, {}) for _, number in listed], [group.get("step") for group, _ in listed]
+        if len(found) != len(self.masters) or not all(isinstance(state, dict) for state in found):
+            raise CheckpointError(
+                f"{file.path} holds the masters of {len(self.masters)} groups and the moments of {len(found)}: "
+                f"{DAMAGED}"
+            )
+        self.moments = [{name: value for name, value in state.items() if value is not None} for state in found]
+        """Moments of each flat tensor, in the order of the masters."""
+        steps = [moments.pop("step", step) for moments, step in zip(self.moments, steps, strict=True)]
+        self.steps = [None if step is None else step_of(step, file) for step in steps]
+        """Step of each flat tensor, which optimizers save with its moments or with its group."""
 
 
 def _stage(content: Any, path: Path) -> int:
