@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from infinity.deepspeed.engine_names import GETTERS, Reads, read
+from infinity.deepspeed.engine_names import GETTERS, read
 from infinity.deepspeed.settings import config_checks, make_config, read_settings, without_auto_schedule
 from infinity.errors import ConfigError
 from infinity.inputs import number_of
@@ -26,12 +26,12 @@ DEEPSPEED_OPTIMIZERS = [rule.name for rule in RULES.values() if rule.is_deepspee
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
     """Return the largest norm of the gradient in the config `param_dict`."""
-    return float(read(param_dict, Reads("gradient_clipping", 1.0)))
+    return float(read(param_dict, "gradient_clipping", 1.0))
 
 
 def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
     """Return the log level in the config `param_dict`, which has no effect here."""
-    level: str | None = read(param_dict, GETTERS["log_level"])
+    level: str | None = read(param_dict, *GETTERS["log_level"])
     return level
 
 
@@ -76,9 +76,9 @@ class DeepSpeedConfig:
         self.zero_optimization_stage = int(resolved.zero_optimization.stage)
         self.zero_enabled = self.zero_optimization_stage > 0
         self.optimizer_name = (self.param_dict.get("optimizer") or {}).get("type")
-        self.optimizer_params = read(self.param_dict, GETTERS["optimizer_params"])
-        self.scheduler_name = read(self.param_dict, GETTERS["scheduler_name"])
-        self.scheduler_params = read(self.param_dict, GETTERS["scheduler_params"])
+        self.optimizer_params = read(self.param_dict, *GETTERS["optimizer_params"])
+        self.scheduler_name = read(self.param_dict, *GETTERS["scheduler_name"])
+        self.scheduler_params = read(self.param_dict, *GETTERS["scheduler_params"])
 
     @cached_property
     def zero_config(self) -> DeepSpeedZeroConfig:

@@ -270,7 +270,7 @@ class DeepSpeedEngine(SavingEngine):
             batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
             sampler=data_sampler,
             collate_fn=collate_fn or self.collate_fn,
-            drop_last=bool(read(self.config, GETTERS["dataloader_drop_last"])),
+            drop_last=bool(read(self.config, *GETTERS["dataloader_drop_last"])),
             pin_memory=pin_memory and self.device.type == "cuda",
             num_workers=num_local_io_workers or 0,
         )

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from infinity.deepspeed.engine_names import GETTERS, REFUSED, Reads, read, scaler_arguments
+from infinity.deepspeed.engine_names import GETTERS, REFUSED, read, scaler_arguments
 from infinity.deepspeed.module import EngineModule
 from infinity.engine.base import BaseEngine
 from infinity.errors import UsageError
@@ -56,7 +56,7 @@ class ReportingEngine(EngineModule):
         """
         if self.client_optimizer is not None:
             return type(self.client_optimizer).__name__
-        name: str | None = read(self.config, Reads("optimizer.type"))
+        name: str | None = read(self.config, "optimizer.type")
         rule = rule_of_type(name or "")
         return name if rule is None or not rule.is_deepspeeds else rule.name
 
@@ -118,7 +118,7 @@ class ReportingEngine(EngineModule):
         """Return the config's list, by default linear layers and convolutions. It has no effect: gradients are reduced
         in `communication_data_type`.
         """
-        names = read(self.config, Reads("torch_autocast.lower_precision_safe_modules"))
+        names = read(self.config, "torch_autocast.lower_precision_safe_modules")
         return list(_SAFE_MODULES) if names is None else list(names)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
@@ -137,15 +137,15 @@ class ReportingEngine(EngineModule):
         return _DTYPES[name] if name is not None else self._model_dtype()
 
     def postscale_gradients(self) -> bool:
-        return not read(self.config, Reads("prescale_gradients", False))
+        return not read(self.config, "prescale_gradients", False)
 
 
-def _getter(name: str, reads: Reads) -> Callable[[ReportingEngine], Any]:
+def _getter(name: str, key: str, default: Any) -> Callable[[ReportingEngine], Any]:
     def get(self: ReportingEngine) -> Any:
-        return read(self.config, reads)
+        return read(self.config, key, default)
 
     get.__name__ = name
-    get.__doc__ = f"Return the config's `{reads.key}`; {reads.default!r} by default."
+    get.__doc__ = f"Return the config's `{key}`; {default!r} by default."
     return get
 
 
@@ -159,6 +159,6 @@ def _refusal(name: str, instead: str) -> Callable[..., NoReturn]:
 
 
 for _name, _reads in GETTERS.items():
-    setattr(ReportingEngine, _name, _getter(_name, _reads))
+    setattr(ReportingEngine, _name, _getter(_name, *_reads))
 for _name, _instead in REFUSED.items():
     setattr(ReportingEngine, _name, _refusal(_name, _instead))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from infinity.deepspeed.engine_names import Reads, read
+from infinity.deepspeed.engine_names import read
 from infinity.errors import ConfigError, ModelError, RanksError, StorageError, UsageError
 from infinity.observe.log import logger
 
@@ -68,10 +68,10 @@ def in_dtype_of(model: nn.Module, settings: Mapping[str, Any]) -> Mapping[str, A
 
     DeepSpeed trains such a model in its dtype. fp16 then has no loss scale, as there.
     """
-    switches = (Reads(f"{name}.enabled", False) for name in ("bf16", "bfloat16", "fp16", "torch_autocast"))
+    switches = ("bf16", "bfloat16", "fp16", "torch_autocast")
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     section = _SECTION_OF.get(dtypes.pop()) if len(dtypes) == 1 else None
-    if section is None or any(read(settings, switch) is True for switch in switches):
+    if section is None or any(read(settings, f"{name}.enabled") is True for name in switches):
         return settings
     name, keys = section
     logger.info("the model's parameters are in 16 bits, so %s.enabled is true", name)
@@ -86,7 +86,7 @@ _SECTION_OF: dict[torch.dtype, tuple[str, dict[str, Any]]] = {
 
 def tag_validation(settings: Mapping[str, Any]) -> str:
     """Return what happens if ranks save under different tags: "WARN", "IGNORE" or "FAIL". Raises ConfigError."""
-    mode = read(settings, Reads("checkpoint.tag_validation", "WARN"))
+    mode = read(settings, "checkpoint.tag_validation", "WARN")
     if not isinstance(mode, str) or mode.upper() not in ("WARN", "IGNORE", "FAIL"):
         raise ConfigError(f'checkpoint.tag_validation: must be "Ignore", "Warn" or "Fail", not {mode!r}')
     return mode.upper()

@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity.checkpoint.format import LATEST, names_of_buffers
 from infinity.comm.agreement.announcements import Operation
-from infinity.deepspeed.engine_names import OffloadDeviceEnum, OffloadStateTypeEnum, Reads, read
+from infinity.deepspeed.engine_names import OffloadDeviceEnum, OffloadStateTypeEnum, read
 from infinity.deepspeed.reports import ReportingEngine
 from infinity.deepspeed.settings import FailedRanksCheck, WrongValue, tag_validation
 from infinity.engine.base import BaseEngine
@@ -235,7 +235,7 @@ class SavingEngine(ReportingEngine):
 
         In stage 3 without `stage3_gather_16bit_weights_on_model_save` it saves nothing and returns False, as DeepSpeed.
         """
-        gathers = any(read(self.config, Reads(f"zero_optimization.{name}", False)) for name in _GATHERS)
+        gathers = any(read(self.config, f"zero_optimization.{name}", False) for name in _GATHERS)
         if self.zero_optimization_partition_weights() and not gathers:
             path = Path(save_dir) / save_filename
             logger.info("%s was not saved: stage3_gather_16bit_weights_on_model_save is false", path)

@@ -66,7 +66,7 @@ class Init:
         source = config_dict_or_path if config_dict_or_path is not None else config
         settings = {} if source is None else read_settings(source)
         self._enabled = enabled
-        self._config = make_config(without_auto_schedule(settings), nn.Module())  # which needs no batch sizes
+        self._config = make_config(without_auto_schedule(settings), nn.Module())  # no batch sizes yet
         self._dtype = dtype or _DTYPES.get((self._config.bf16.enabled, self._config.fp16.enabled))
         self._blocks: list[ExitStack] = []
         """Callbacks that end the open blocks, since one object may be entered several times."""
@@ -77,7 +77,10 @@ class Init:
                 init_distributed()  # as DeepSpeed; transformers asks for the rank when it fills in the weights
                 stack.enter_context(building())
                 stack.enter_context(init_context.Init(self._config))
-                stack.enter_context(_default_dtype(self._dtype))
+                _outside.append(torch.get_default_dtype())
+                stack.callback(_outside.pop)
+                if self._dtype is not None:
+                    stack.enter_context(_default_dtype(self._dtype))
             self._blocks.append(stack.pop_all())
         return self
 
@@ -90,28 +93,20 @@ _outside: list[torch.dtype] = []
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Make `dtype` torch's default for the block; None: leave it."""
-    _outside.append(torch.get_default_dtype())
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
     try:
-        if dtype is not None:
-            torch.set_default_dtype(dtype)
         yield
     finally:
-        before = _outside.pop()
-        if dtype is not None:
-            torch.set_default_dtype(before)
+        torch.set_default_dtype(before)
 
 
 @contextmanager
 def outside_of_init() -> Iterator[None]:
     """Undo the default dtype of open blocks of `Init`, while an engine is constructed."""
-    inside = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(_outside[0] if _outside else inside)
+    with _default_dtype(_outside[0] if _outside else torch.get_default_dtype()):
         yield
-    finally:
-        torch.set_default_dtype(inside)
 
 
 _DTYPES = {(True, False): torch.bfloat16, (False, True): torch.float16}

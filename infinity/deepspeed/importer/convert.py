@@ -5,7 +5,7 @@ Values are copied in parts, so that memory holds a part of one parameter. The ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from infinity.checkpoint.export import Step
 from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Entry, Index, key
 from infinity.checkpoint.save import pack_client_state
 from infinity.checkpoint.tensors import PART, Spec
@@ -29,9 +30,6 @@ from infinity.deepspeed.importer.universal import is_universal, read_universal
 from infinity.deepspeed.importer.zero import read_zero
 from infinity.errors import CheckpointError
 from infinity.rules import MomentFormat, Rule
-
-Step = Callable[[float, str], None]
-"""Progress callback: the fraction done, from 0 to 1, and the current activity."""
 
 _FILE_BYTES = 1 << 30
 """Parameters share a file up to this size."""

@@ -95,7 +95,6 @@ class ModelStates:
 
     def checkpoint(
         self,
-        folder: Path,
         parameters: dict[str, StoredParameter],
         param_groups: list[dict[str, Any]],
         loss_scale: Mapping[str, Any],
@@ -120,7 +119,7 @@ class ModelStates:
         progress = {key: value for key, value in self.file.content.items() if key not in ("module", "optimizer")}
         aliases = {alias: name for alias, name in self.aliases.items() if name in parameters}
         return StoredCheckpoint(
-            folder, parameters, tuple(self.module), buffers, aliases, param_groups, progress, loss_scale, self.file
+            self.folder, parameters, tuple(self.module), buffers, aliases, param_groups, progress, loss_scale, self.file
         )
 
 

@@ -67,7 +67,7 @@ def read_universal(folder: Path) -> StoredCheckpoint:
     kinds = {tuple(sorted(parameter.states)): name for name, parameter in trained.items()}
     if len(kinds) > 1:
         raise CheckpointError(f"{zero}: {' and '.join(kinds.values())} have different moments: {DAMAGED}")
-    return model.checkpoint(folder, {**frozen(models), **trained}, groups, loss_scaler(optimizer.content))
+    return model.checkpoint({**frozen(models), **trained}, groups, loss_scaler(optimizer.content))
 
 
 def _states(

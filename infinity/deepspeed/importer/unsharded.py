@@ -65,7 +65,7 @@ def read_unsharded(folder: Path, model: ModelStates) -> StoredCheckpoint:
         parameters[name] = StoredParameter(tensor.shape, tensor.dtype, found, step)
         start += tensor.numel
     scale = {key: optimizer[key] for key in _SCALES if key in optimizer}
-    return model.checkpoint(folder, parameters, groups, scale)
+    return model.checkpoint(parameters, groups, scale)
 
 
 def _without_aliases(model: ModelStates) -> tuple[ModelStates, dict[str, FileTensor]]:

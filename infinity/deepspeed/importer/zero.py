@@ -56,9 +56,8 @@ def read_zero(folder: Path) -> StoredCheckpoint:
             "model: copy the files of all ranks of one checkpoint into an empty folder"
         )
     trained = dict((_of_stage3 if sharded else _of_flat_groups)(models[0], states))
-    return models[0].checkpoint(
-        folder, {**frozen(models), **trained}, states[0].param_groups, loss_scaler(states[0].content)
-    )
+    parameters = {**frozen(models), **trained}
+    return models[0].checkpoint(parameters, states[0].param_groups, loss_scaler(states[0].content))
 
 
 def loss_scaler(content: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -145,24 +145,12 @@ class Program:
         return ["-m", "infinity.deepspeed", *kind, name, *rank, *arguments]
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Address and port of rank 0. On one host without both: a free port of this machine."""
-
-    address: str | None = None
-    port: int | None = None
-    node: int = 0
-    nodes: int = 1
-
-    def torchrun_arguments(self) -> list[str]:
-        if self.nodes == 1 and self.address is None and self.port is None:
-            return ["--standalone", "--local-addr=127.0.0.1"]
-        nodes = [f"--nnodes={self.nodes}", f"--node-rank={self.node}"] if self.nodes > 1 else []
-        return [
-            *nodes,
-            f"--master-addr={self.address or '127.0.0.1'}",
-            f"--master-port={self.port or DEFAULT_PORT}",
-        ]
+def meeting(address: str | None, port: int | None, node: int = 0, nodes: int = 1) -> list[str]:
+    """Return torchrun's arguments for rank 0's address. On one host without address and port: a free port of it."""
+    if nodes == 1 and address is None and port is None:
+        return ["--standalone", "--local-addr=127.0.0.1"]
+    of_node = [f"--nnodes={nodes}", f"--node-rank={node}"] if nodes > 1 else []
+    return [*of_node, f"--master-addr={address or '127.0.0.1'}", f"--master-port={port or DEFAULT_PORT}"]
 
 
 @dataclass(frozen=True)
@@ -182,20 +170,15 @@ class Command:
 def make_command(
     program: Program,
     ranks: int,
-    meeting: Meeting,
+    meeting: Sequence[str],
     environment: Mapping[str, str],
     logs: str | None = None,
     host: str | None = None,
 ) -> Command:
     """Return the command that starts `ranks` ranks on one host. logs: folder for a log of each rank."""
     logging = [f"--log-dir={logs}", "--redirects=3"] if logs else []
-    arguments = [
-        *meeting.torchrun_arguments(),
-        f"--nproc-per-node={ranks}",
-        *logging,
-        *program.torchrun_arguments(),
-    ]
-    return Command(tuple(arguments), dict(environment), host)
+    arguments = (*meeting, f"--nproc-per-node={ranks}", *logging, *program.torchrun_arguments())
+    return Command(arguments, dict(environment), host)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from infinity.deepspeed.launcher.flags import Command, Meeting, Program, make_command
+from infinity.deepspeed.launcher.flags import Command, Program, make_command, meeting
 from infinity.errors import ConfigError
 
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)(\s.*)?")
@@ -216,8 +216,8 @@ def _on_this_machine(request: Request, machine: Machine) -> Launch:
         if machine.visible and request.num_gpus:
             notes.append(f"--num_gpus counts the GPUs of {_VISIBLE}={machine.visible}")
     environment = {**({_VISIBLE: devices} if devices else {}), **_threads(ranks, machine)}
-    meeting = Meeting(request.master_addr, request.master_port)
-    command = make_command(request.program, ranks, meeting, environment, request.logs)
+    rank_0 = meeting(request.master_addr, request.master_port)
+    command = make_command(request.program, ranks, rank_0, environment, request.logs)
     return Launch((command,), 0, tuple(notes))
 
 
@@ -281,12 +281,10 @@ def _on_one_of(request: Request, machine: Machine, hosts: tuple[Host, ...], node
 
 def _on_host(request: Request, hosts: tuple[Host, ...], node: int, variables: Mapping[str, str]) -> Command:
     slots = hosts[node].slots
-    several = len(hosts) > 1
-    meeting = Meeting(
-        request.master_addr or (hosts[0].name if several else None), request.master_port, node, len(hosts)
-    )
+    address = request.master_addr or (hosts[0].name if len(hosts) > 1 else None)
+    rank_0 = meeting(address, request.master_port, node, len(hosts))
     environment = {**variables, _VISIBLE: ",".join(map(str, slots))}
-    return make_command(request.program, len(slots), meeting, environment, request.logs, hosts[node].name)
+    return make_command(request.program, len(slots), rank_0, environment, request.logs, hosts[node].name)
 
 
 def _threads(ranks: int, machine: Machine) -> dict[str, str]:
