@@ -19,9 +19,10 @@ from infinity.deepspeed.module import on_copies
 from infinity.deepspeed.settings import FailedUsageCheck, usage_checks
 from infinity.deepspeed.states import SavingEngine
 from infinity.deepspeed.zero_init import DeepSpeedZeRoOffload
-from infinity.engine.base import BaseEngine
+from infinity.engine.inference import InferenceEngine
 from infinity.engine.loss_check import check_scalar
 from infinity.engine.reports import monitor_of
+from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
 from infinity.observe.monitor import Monitor
 from infinity.rules import RULES
@@ -47,7 +48,7 @@ class DeepSpeedEngine(SavingEngine):
 
     def __init__(
         self,
-        engine: BaseEngine,
+        engine: TrainingEngine | InferenceEngine,
         settings: Mapping[str, Any],
         training_data: Any = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,

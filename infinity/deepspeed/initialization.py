@@ -32,7 +32,8 @@ from infinity.deepspeed.tree import TENSOR_PARALLEL
 from infinity.deepspeed.zero_init import outside_of_init
 from infinity.engine import schedules
 from infinity.engine.arguments import add_config_arguments, check_mpu, config_source
-from infinity.engine.base import BaseEngine, open_engines
+from infinity.engine.base import open_engines
+from infinity.engine.inference import InferenceEngine
 from infinity.engine.optimizer.unit_optimizer import ParamGroups
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, ModelError
@@ -120,7 +121,7 @@ def _make_engine(
     optimizer: Any,
     model_parameters: ParamGroups | None,
     lr_scheduler: Any,
-) -> BaseEngine:
+) -> TrainingEngine | InferenceEngine:
     """Return a training engine, or one for inference if neither the arguments nor the config have an optimizer."""
     if optimizer is None and "optimizer" not in config.model_fields_set:
         logger.info("neither the arguments nor the config have an optimizer, so the engine only runs the model")

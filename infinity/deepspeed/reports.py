@@ -13,9 +13,9 @@ from infinity.deepspeed.module import EngineModule
 from infinity.engine.base import BaseEngine
 from infinity.errors import UsageError
 from infinity.inputs import number_of
+from infinity.plan.policy import DTYPES
 from infinity.rules import rule_of_type
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _SAFE_MODULES = [f"torch.nn.modules.{name}" for name in ("linear.Linear", "conv.Conv1d", "conv.Conv2d", "conv.Conv3d")]
 """DeepSpeed's default of `torch_autocast.lower_precision_safe_modules`."""
 
@@ -112,7 +112,7 @@ class ReportingEngine(EngineModule):
     def torch_autocast_dtype(self) -> torch.dtype | None:
         """Return the dtype of section `torch_autocast`; None if it has none."""
         name = self._engine.config.torch_autocast.dtype
-        return None if name is None else _DTYPES[name]
+        return None if name is None else DTYPES[name]
 
     def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
         """Return the config's list, by default linear layers and convolutions. It has no effect: gradients are reduced
@@ -123,7 +123,7 @@ class ReportingEngine(EngineModule):
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtype of the model and that in which gradients of micro-batches accumulate."""
-        return self._model_dtype(), _DTYPES[self._engine.config.data_types.grad_accum_dtype]
+        return self._model_dtype(), DTYPES[self._engine.config.data_types.grad_accum_dtype]
 
     def _model_dtype(self) -> torch.dtype:
         if self.fp16_enabled():
@@ -134,7 +134,7 @@ class ReportingEngine(EngineModule):
     def communication_data_type(self) -> torch.dtype:
         """Dtype in which gradients are reduced: the config's, else the model's."""
         name = self._engine.config.communication_data_type
-        return _DTYPES[name] if name is not None else self._model_dtype()
+        return DTYPES[name] if name is not None else self._model_dtype()
 
     def postscale_gradients(self) -> bool:
         return not read(self.config, "prescale_gradients", False)

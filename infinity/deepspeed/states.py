@@ -14,7 +14,6 @@ from infinity.comm.agreement.announcements import Operation
 from infinity.deepspeed.engine_names import OffloadDeviceEnum, OffloadStateTypeEnum, read
 from infinity.deepspeed.reports import ReportingEngine
 from infinity.deepspeed.settings import FailedRanksCheck, WrongValue, tag_validation
-from infinity.engine.base import BaseEngine
 from infinity.engine.gather import set_full_fp32_param
 from infinity.engine.inference import InferenceEngine
 from infinity.engine.training import TrainingEngine
@@ -43,10 +42,13 @@ main()
 class SavingEngine(ReportingEngine):
     """Saves and loads the model and the states of `engine`."""
 
-    def __init__(self, engine: BaseEngine, settings: Mapping[str, Any], client_optimizer: Any) -> None:
+    _engine: TrainingEngine | InferenceEngine
+
+    def __init__(
+        self, engine: TrainingEngine | InferenceEngine, settings: Mapping[str, Any], client_optimizer: Any
+    ) -> None:
         super().__init__(engine, settings, client_optimizer)
         self._trainer = engine if isinstance(engine, TrainingEngine) else None
-        self._runner = engine if isinstance(engine, InferenceEngine) else None
         self.global_samples = 0
         """Number of samples in all steps so far."""
 
@@ -63,12 +65,12 @@ class SavingEngine(ReportingEngine):
     @property
     def global_steps(self) -> int:
         """Steps so far, in all; without an optimizer, those of the loaded checkpoint."""
-        return (self._runner or self.training_engine).global_steps
+        return self._engine.global_steps
 
     @property
     def skipped_steps(self) -> int:
         """Steps so far that an overflow skipped; without an optimizer, those of the loaded checkpoint."""
-        return (self._runner or self.training_engine).skipped_steps
+        return self._engine.skipped_steps
 
     @property
     def _batch(self) -> Batch:
@@ -158,8 +160,7 @@ class SavingEngine(ReportingEngine):
         if not save_dir:
             raise WrongValue(f"save_dir is {save_dir!r}: pass the path of a folder")
         name = self._agreed(f"global_step{self.global_steps}" if tag is None else str(tag))
-        engine = self._runner or self.training_engine
-        engine.save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters)
+        self._engine.save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters)
         if self._engine.ranks.is_main_rank:
             script = Path(save_dir) / "zero_to_fp32.py"
             script.write_text(_SCRIPT, encoding="utf-8")
@@ -217,10 +218,10 @@ class SavingEngine(ReportingEngine):
         if tag is None and not (Path(load_dir) / LATEST).is_file():
             logger.warning("no checkpoint was loaded: %s has no file %r; pass a tag", load_dir, LATEST)
             return None, None
-        if self._runner is not None:
-            path, client_state = self._runner.load_checkpoint(load_dir, tag, strict=load_module_strict)
+        engine = self._engine
+        if isinstance(engine, InferenceEngine):
+            path, client_state = engine.load_checkpoint(load_dir, tag, strict=load_module_strict)
             return str(path), client_state
-        engine = self.training_engine
         folder, client_state = engine.load_checkpoint(
             load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
         )

@@ -26,7 +26,7 @@ from infinity.deepspeed.importer.states import (
     damage_named,
     latest_folder,
 )
-from infinity.deepspeed.importer.universal import is_universal, read_universal
+from infinity.deepspeed.importer.unsharded import is_universal, read_universal
 from infinity.deepspeed.importer.zero import read_zero
 from infinity.errors import CheckpointError
 from infinity.rules import MomentFormat, Rule

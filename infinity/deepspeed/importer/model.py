@@ -7,8 +7,9 @@ empty parameters and the rank's parts of frozen ones.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,14 @@ from infinity.deepspeed.importer.files import FileTensor, PickleFile, read_pickl
 from infinity.deepspeed.importer.states import (
     DAMAGED,
     Computed,
+    Range,
     StoredCheckpoint,
     StoredParameter,
+    StoredState,
+    check_numel,
     entry,
     inside,
+    part_of,
     shape_of,
     shapes_of,
 )
@@ -210,3 +215,27 @@ def _check_supported(content: Mapping[str, Any], path: Path) -> None:
     for way, used in ways.items():
         if used:
             raise CheckpointError(f"{path} belongs to a model with {way}, {_CANNOT}")
+
+
+def frozen(models: Sequence[ModelStates]) -> dict[str, StoredParameter]:
+    """Return the parameters that are not trained. models: of all ranks in stage 3, else of the only file."""
+    first = models[0]
+    if not first.by_rank:
+        return {
+            name: StoredParameter(tensor.shape, tensor.dtype, {"param": StoredState.whole(tensor)})
+            for name, tensor in first.untrained().items()
+        }
+    found = {}
+    for name, shape in first.frozen_shapes.items():
+        ranges: list[Range] = []
+        for rank, model in enumerate(models):
+            fragment, valid = model.fragment(name), part_of(prod(shape), rank, len(models))
+            if fragment.numel < valid or fragment.dtype != first.dtype(name):
+                raise CheckpointError(
+                    f"{model.file.path}: the part of {name} has shape {list(fragment.shape)} and {fragment.dtype}, and "
+                    f"{valid:,} elements of {first.dtype(name)} are expected: {DAMAGED}"
+                )
+            ranges += [Range(fragment, 0, valid)] if valid else []
+        state = check_numel(StoredState(tuple(ranges), shape), name, first.file.path)
+        found[name] = StoredParameter(shape, first.dtype(name), {"param": state})
+    return found

@@ -14,7 +14,7 @@ import torch
 
 from infinity.checkpoint.format import candidates, check_folder
 from infinity.checkpoint.tensors import PART
-from infinity.deepspeed.importer.files import FileTensor, PickleFile
+from infinity.deepspeed.importer.files import FileTensor, Inert, PickleFile
 from infinity.errors import CheckpointError, InfinityError
 from infinity.inputs import is_file_name, read_input
 
@@ -240,6 +240,12 @@ def part_of(numel: int, rank: int, ranks: int) -> int:
     """Return the number of elements of a parameter in a rank's part in stage 3, without the padding."""
     part = ceil(numel / ranks)
     return min(part, max(0, numel - rank * part))
+
+
+def loss_scaler(content: Any) -> dict[str, Any]:
+    """Return the attributes of the loss scaler in an optimizer's state."""
+    scaler = content.get("loss_scaler")
+    return scaler.attributes if isinstance(scaler, Inert) else {}
 
 
 def check_numel(state: StoredState, name: str, path: Path) -> StoredState:

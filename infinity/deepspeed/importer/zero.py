@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.deepspeed.importer.files import FileTensor, Inert, PickleFile, read_pickle
-from infinity.deepspeed.importer.model import TENSOR_PARALLEL, ModelStates, read_model_states
+from infinity.deepspeed.importer.model import TENSOR_PARALLEL, ModelStates, frozen, read_model_states
 from infinity.deepspeed.importer.states import (
     DAMAGED,
     Range,
@@ -25,6 +25,7 @@ from infinity.deepspeed.importer.states import (
     check_numel,
     entry,
     inside,
+    loss_scaler,
     numbers_of,
     part_of,
     step_of,
@@ -58,12 +59,6 @@ def read_zero(folder: Path) -> StoredCheckpoint:
     trained = dict((_of_stage3 if sharded else _of_flat_groups)(models[0], states))
     parameters = {**frozen(models), **trained}
     return models[0].checkpoint(parameters, states[0].param_groups, loss_scaler(states[0].content))
-
-
-def loss_scaler(content: Any) -> dict[str, Any]:
-    """Return the attributes of the loss scaler in an optimizer's state."""
-    scaler = content.get("loss_scaler")
-    return scaler.attributes if isinstance(scaler, Inert) else {}
 
 
 class _State:
@@ -213,13 +208,12 @@ def _lean(state: _State, number: int, name: str) -> FileTensor:
 
 def _cut(tensors: Sequence[FileTensor], start: int, stop: int) -> tuple[Range, ...]:
     """Return the ranges of elements [start, stop) of the concatenated flat tensors."""
-    ends = list(accumulate(tensor.numel for tensor in tensors))
-    ranges = []
-    for tensor, end in zip(tensors, ends, strict=True):
-        first = end - tensor.numel
-        own = Range(tensor, max(start, first) - first, min(stop, end) - first)
+    ranges, first = [], 0
+    for tensor in tensors:
+        own = Range(tensor, max(start - first, 0), min(stop - first, tensor.numel))
         if own.start < own.stop:
             ranges.append(own)
+        first += tensor.numel
     return tuple(ranges)
 
 
@@ -266,28 +260,4 @@ def _flats_of_rank(state: _State) -> dict[str, list[FileTensor]]:
                 )
     if any(set(moments) != names for moments in state.moments):
         raise CheckpointError(f"{state.file.path}: sub-groups have different moments: {DAMAGED}")
-    return found
-
-
-def frozen(models: Sequence[ModelStates]) -> dict[str, StoredParameter]:
-    """Return the parameters that are not trained. models: of all ranks in stage 3, else of the only file."""
-    first = models[0]
-    if not first.by_rank:
-        return {
-            name: StoredParameter(tensor.shape, tensor.dtype, {"param": StoredState.whole(tensor)})
-            for name, tensor in first.untrained().items()
-        }
-    found = {}
-    for name, shape in first.frozen_shapes.items():
-        ranges: list[Range] = []
-        for rank, model in enumerate(models):
-            fragment, valid = model.fragment(name), part_of(prod(shape), rank, len(models))
-            if fragment.numel < valid or fragment.dtype != first.dtype(name):
-                raise CheckpointError(
-                    f"{model.file.path}: the part of {name} has shape {list(fragment.shape)} and {fragment.dtype}, and "
-                    f"{valid:,} elements of {first.dtype(name)} are expected: {DAMAGED}"
-                )
-            ranges += [Range(fragment, 0, valid)] if valid else []
-        state = check_numel(StoredState(tuple(ranges), shape), name, first.file.path)
-        found[name] = StoredParameter(shape, first.dtype(name), {"param": state})
     return found
