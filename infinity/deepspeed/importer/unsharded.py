@@ -11,6 +11,7 @@ copies of those of the original checkpoint.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def _without_aliases(model: ModelStates) -> tuple[ModelStates, dict[str, FileTen
         else:
             first[place] = name
             tensors[name] = tensor
-    return ModelStates(**{**vars(model), "aliases": aliases}), tensors
+    return replace(model, aliases=aliases), tensors
 
 
 def _masters(optimizer: Any, tensors: dict[str, FileTensor], file: PickleFile) -> dict[str, FileTensor]:
