@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,14 +34,6 @@ from infinity.units.states import Flats, UnitStates
 
 _Value = tuple[StateKind, Piece, torch.Tensor]
 """One state of a parameter."""
-
-
-@dataclass(frozen=True)
-class Copying:
-    """States of this rank to copy, and the hidden folder that all ranks write."""
-
-    committed: Committed
-    folder: Path
 
 
 def write_states(
@@ -88,20 +80,22 @@ def _values(
         for slot in layout.slots:
             if slot.name not in snapshot.pieces:
                 continue
-            value, divided = view(kind, slot, flats[kind.name]), snapshot.divided.get(slot.name)
-            whole = value if divided is None else channel.join(value, divided.places, divided.shape)
-            values.append((kind, snapshot.pieces[slot.name], whole))
+            piece, value = snapshot.pieces[slot.name], view(kind, slot, flats[kind.name])
+            if slot.name in snapshot.divided:
+                value = channel.join(value, snapshot.divided[slot.name], piece.shape)
+            values.append((kind, piece, value))
     return values
 
 
-def choose_committed(
+def folder_of_copies(
     channel: SideChannel,
     committed: Committed | None,
     snapshot: Snapshot,
     layouts: Sequence[UnitLayout],
     writer: Writer | None,
-) -> Copying | None:
-    """Return how to copy `committed`; None if some rank cannot save these states by a copy. Collective.
+) -> Path | None:
+    """Return the hidden folder to which all ranks copy `committed`; None if some rank cannot save its states by a copy.
+    Collective.
 
     The copies hold whole units. They cannot leave out parameters, and cannot join tiles of a tensor or parts of
     tensor-parallel ranks. All ranks must see one folder. layouts: of all units.
@@ -112,19 +106,18 @@ def choose_committed(
     if channel.sum(float(not can)):
         return None
     folder = Path(next(filter(None, channel.gather("" if writer is None else str(writer.folder.absolute())))))
-    assert committed is not None
-    return None if channel.sum(float(not folder.is_dir())) else Copying(committed, folder)
+    return None if channel.sum(float(not folder.is_dir())) else folder
 
 
 def write_committed(
     snapshot: Snapshot,
-    copying: Copying,
+    committed: Committed,
+    folder: Path,
     channel: SideChannel,
     writer: Writer | None,
     release_unit: Callable[[int], None],
 ) -> None:
     """Write all files, each rank those of its states. Collective. release_unit: as of `copy_states`."""
-    committed, folder = copying.committed, copying.folder
     together(channel, partial(check_space, folder, round(channel.sum(float(committed.nbytes)))))
     written = channel.gather(together(channel, partial(copy_states, committed, folder, release_unit)))
 
@@ -187,15 +180,15 @@ def save(
         states = replace(parts.states, ranks=channel)
         write = partial(write_states, snapshot, states, channel, writer)
         layouts = [unit.layout for unit in parts.units]
-        copying = choose_committed(channel, committed, snapshot, layouts, writer)
-        if copying is not None:
-            write = partial(write_committed, snapshot, copying, channel, writer)
+        folder = folder_of_copies(channel, committed, snapshot, layouts, writer)
+        if committed is not None and folder is not None:
+            write = partial(write_committed, snapshot, committed, folder, channel, writer)
         if background:
             saving = Saving(target, (unit.index for unit in parts.units))
             with uninterrupted():
                 # Writes to a unit's states wait until the save has read them.
-                if copying is not None:
-                    copying.committed.keep(saving.snapshot_read)
+                if committed is not None and folder is not None:
+                    committed.keep(saving.snapshot_read)
                 else:
                     for unit in parts.units:
                         unit.write_after(saving.snapshot_read(unit.index))

@@ -41,20 +41,15 @@ class Runner(Protocol):
 class ModelParts(Protocol):
     """Parts of an engine that hold the states of its units."""
 
-    @property
-    def plan(self) -> Plan: ...
+    plan: Plan
+    ranks: Communicator
+    device: Device
+    states: UnitStates
+    store: UnitStore
+    schedule: Schedule
+
     @property
     def units(self) -> list[Unit]: ...
-    @property
-    def ranks(self) -> Communicator: ...
-    @property
-    def device(self) -> Device: ...
-    @property
-    def states(self) -> UnitStates: ...
-    @property
-    def store(self) -> UnitStore: ...
-    @property
-    def schedule(self) -> Schedule: ...
     @property
     def runner(self) -> Runner: ...
 
@@ -117,14 +112,6 @@ def _kind(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Divided:
-    """A parameter sharded by tensor parallelism: its global shape, and the place of each rank's part."""
-
-    shape: tuple[int, ...]
-    places: list[Place]
-
-
-@dataclass(frozen=True)
 class Snapshot:
     """All of a checkpoint except the states of its units, captured at the call of save."""
 
@@ -136,8 +123,8 @@ class Snapshot:
     """Persistent buffers; empty on ranks that do not write."""
     layouts: list[UnitLayout]
     """Units in the order in which they are saved."""
-    divided: dict[str, Divided]
-    """Parameters that tensor parallelism shards."""
+    divided: dict[str, list[Place]]
+    """Parameter that tensor parallelism shards → the place of each rank's part."""
     pieces: dict[str, Piece]
     """Saved parameters by name: the tensor of the index that each is, or of which it is a tile."""
     latest: bool
@@ -170,7 +157,7 @@ def capture(
             if entries.setdefault(piece.name, entry).step != step:
                 raise CheckpointError(f"tiles of {piece.name} had different numbers of updates: use all of them alike")
             if is_distributed(parameter):
-                divided[slot.name] = Divided(piece.shape, channel.of_model(parts.ranks.model.place(parameter)))
+                divided[slot.name] = channel.of_model(parts.ranks.model.place(parameter))
     generators = rng.pack_states(channel, parts.device.torch_device)
     return Snapshot(
         index=_index(run, entries, {**_aliases(model, found, saved), **aliases_of_buffers(model)}),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.background import Saver
-from infinity.checkpoint.load import load_parameters
+from infinity.checkpoint.load import Loading
 from infinity.checkpoint.save import save
 from infinity.checkpoint.snapshot import Run
 from infinity.comm.agreement.announcements import Operation
@@ -101,10 +101,13 @@ class InferenceEngine(BaseEngine):
         self.begin_together(Operation.LOAD_CHECKPOINT)
         self.settle()
         with open_saved(self.ranks, directory, tag) as saved, self._failing():
-            replacing = self._replacing(saved.path)
-            client_state = load_parameters(self.parts, self.module, saved, replacing, strict=strict, verify=verify)
+            loading = Loading(
+                self.parts, self.module, None, saved, verify=verify, load_rng=False, optimizer=False, strict=strict
+            )
+            with self._replacing(saved.path):
+                loading.apply()
             self.global_steps, self.skipped_steps = saved.index.global_steps, saved.index.skipped_steps
-            return saved.path, client_state
+            return saved.path, loading.client_state
 
     def save_checkpoint(
         self,
