@@ -11,8 +11,7 @@ from torch import nn
 from infinity.checkpoint import rng
 from infinity.checkpoint.format import Entry, Index, persistent_buffers, shape_of, view
 from infinity.checkpoint.saved import SavedStates
-from infinity.checkpoint.snapshot import ModelParts, Run, check_settings
-from infinity.checkpoint.tiles import block_problem
+from infinity.checkpoint.snapshot import ModelParts, Run, block_problem, check_settings
 from infinity.comm.dtensor import is_distributed
 from infinity.errors import CheckpointError
 from infinity.nn.pieces import Piece
@@ -120,13 +119,13 @@ class Loading:
         saved, whole = self._saved.read(piece, index.kinds(piece.name)), local
         if is_distributed(parameter):
             whole = {kind.name: torch.zeros(shape_of(kind, entry.shape), dtype=kind.dtype) for kind in kinds}
-        if not layout.trainable or (saved.keys() == whole.keys() and index.moments == run.moments):
+        if not layout.trainable or (saved.keys() == whole.keys() and index.moments == run.config.infinity.moments):
             for name, target in whole.items():
                 target.copy_(saved[name])
         else:
             whole["master"].copy_(saved["master"])
-            rounding = rounding_key(run.seed, entry.step)
-            convert_moments(run.rule, saved, whole, key=rounding, first=layout.first + slot.offset)
+            rounding = rounding_key(run.config.infinity.seed, entry.step)
+            convert_moments(run.config.optimizer.rule, saved, whole, key=rounding, first=layout.first + slot.offset)
         if whole is not local:
             for name, target in local.items():
                 target.copy_(self._parts.ranks.model.part(parameter, whole[name]))
@@ -196,7 +195,7 @@ class Loading:
 
 
 def _check_optimizer(run: Run, index: Index, folder: Path) -> None:
-    kind, groups = run.optimizer, len(run.param_groups)
+    kind, groups = run.config.optimizer.type, len(run.progress.param_groups)
     if (index.optimizer, len(index.param_groups)) != (kind, groups):
         raise CheckpointError(
             f"{folder} was saved with {index.optimizer} and {len(index.param_groups)} param_groups, and this engine "

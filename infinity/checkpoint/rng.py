@@ -10,8 +10,8 @@ from typing import Any
 import numpy
 import torch
 
+from infinity.checkpoint.archive import load_values, read_values
 from infinity.checkpoint.format import reason
-from infinity.checkpoint.pickles import load_values, read_values
 from infinity.comm.communicator import Communicator
 from infinity.comm.side import SideChannel
 from infinity.errors import CheckpointError

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.agree import target_of, together
+from infinity.checkpoint.archive import read_values
 from infinity.checkpoint.background import Saver, Saving
 from infinity.checkpoint.committed import Committed, check_space, copy_states
-from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, key, reason, states_file, view
-from infinity.checkpoint.pickles import read_values
+from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Index, key, reason, shape_of, states_file, view
 from infinity.checkpoint.snapshot import ModelParts, Run, Snapshot, capture, unit_file
-from infinity.checkpoint.tiles import write_tile
+from infinity.checkpoint.tensors import Spec
 from infinity.checkpoint.writer import Writer
 from infinity.comm.side import SideChannel
 from infinity.errors import CheckpointError, ChecksumError, RanksError
@@ -59,7 +59,7 @@ def write_states(
             writer.write(unit_file(layout), whole)
         for kind, piece, value in values:
             if piece.place:
-                write_tile(writer, snapshot.index, kind, piece, value)
+                _write_tile(writer, snapshot.index, kind, piece, value)
 
     for layout in snapshot.layouts:
         flats = together(channel, partial(read, layout))
@@ -85,6 +85,20 @@ def _values(
                 value = channel.join(value, snapshot.divided[slot.name], piece.shape)
             values.append((kind, piece, value))
     return values
+
+
+def _write_tile(writer: Writer, index: Index, kind: StateKind, piece: Piece, values: torch.Tensor) -> None:
+    """Write a tile's state into the file of its larger tensor."""
+    entry, name = index.parameters[piece.name], piece.name
+    specs = {key(k.name, name): Spec(k.dtype, shape_of(k, entry.shape)) for k in index.kinds(name)}
+    file = writer.piecewise(entry.file, specs)
+    if kind.per > 1:
+        blocks = piece.blocks(kind.per)
+        assert blocks is not None, "`check_tiles` refuses such tiles"
+        file.write(key(kind.name, name), blocks.start, values)
+        return
+    for start, part in piece.parts(values):
+        file.write(key(kind.name, name), start, part)
 
 
 def folder_of_copies(
@@ -168,7 +182,7 @@ def save(
     are copied if every rank has them; otherwise states are read from their tiers. Raises on every rank: RanksError if
     ranks pass different folders, CheckpointError if writing failed. The previous checkpoint is untouched then.
     """
-    tag = f"global_step{run.global_steps}" if tag is None else tag
+    tag = f"global_step{run.progress.global_steps}" if tag is None else tag
     target = target_of(parts.ranks, directory, tag, background)
     channel = saver.channel(parts.ranks)
     packed = together(channel, partial(pack_client_state, client_state))

@@ -223,22 +223,18 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def check_unheld(run: Path, ranks: int) -> None:
-    """Raise StorageError if a process of a job with more ranks holds the run as rank `ranks` or above."""
-    with _unheld(run, ranks):
+def check_unheld(run: Path, first: int = 0) -> None:
+    """Raise StorageError if a process trains the run as rank `first` or above, such as one of a job with more ranks."""
+    with unchanged(run, first):
         pass
 
 
 @contextmanager
-def unchanged(run: Path) -> Iterator[None]:
-    """Keep other processes from training a run in the block. Raises StorageError if one does."""
-    with _unheld(run, 0):
-        yield
+def unchanged(run: Path, first: int = 0) -> Iterator[None]:
+    """Keep other processes from training a run as rank `first` or above in the block. Raises StorageError if one does.
 
-
-@contextmanager
-def _unheld(run: Path, first: int) -> Iterator[None]:
-    """Hold the locks of ranks from `first` on, shared, since all ranks of this job do so at once."""
+    Holds their locks shared, since all ranks of this job do so at once.
+    """
     with ExitStack() as stack:
         for path in _listed(run, "rank-*.lock"):
             number = path.name.removeprefix("rank-").removesuffix(".lock")

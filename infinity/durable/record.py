@@ -23,8 +23,8 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
+from infinity.checkpoint.format import Progress
 from infinity.errors import CheckpointError, StorageError
 from infinity.inputs import open_input, parse_json
 from infinity.tiers.digests import Digests
@@ -42,17 +42,6 @@ _HEAD = struct.Struct("<8sQI")
 _LENGTH = struct.Struct("<I")
 _LARGEST = 1 << 34
 """Bytes of the largest record. It holds the model's buffers and client_state."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Counters, hyper-parameters and schedules after a step, as `infinity.checkpoint.snapshot.Run` has them."""
-
-    global_steps: int
-    skipped_steps: int
-    param_groups: list[dict[str, Any]]
-    lr_scheduler: dict[str, Any] | None
-    loss_scale: dict[str, Any] | None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.background import Saver
+from infinity.checkpoint.format import Progress
 from infinity.checkpoint.load import Loading
 from infinity.checkpoint.save import save
 from infinity.checkpoint.snapshot import Run
@@ -125,7 +126,8 @@ class InferenceEngine(BaseEngine):
         self.begin_together(Operation.SAVE_CHECKPOINT)
         self.settle()
         check_no_run(self.ranks, directory)
-        saver, run, state = Saver(), self._run_state(), client_state or {}
+        saver, state = Saver(), client_state or {}
+        run = Run(self.config, Progress(self.global_steps, self.skipped_steps, [], None, None))
         leaves_out = self.left_out(exclude_frozen_parameters)
         try:
             return save(
@@ -133,20 +135,6 @@ class InferenceEngine(BaseEngine):
             )
         finally:
             saver.close(lambda: None)
-
-    def _run_state(self) -> Run:
-        config = self.config
-        return Run(
-            optimizer=config.optimizer.type,
-            rule=config.optimizer.rule,
-            moments=config.infinity.moments,
-            seed=config.infinity.seed,
-            global_steps=self.global_steps,
-            skipped_steps=self.skipped_steps,
-            param_groups=[],
-            lr_scheduler=None,
-            loss_scale=None,
-        )
 
     def is_frozen(self, parameter: nn.Parameter) -> bool:
         """Return whether the parameter was frozen before the engine was constructed, which freezes all."""
