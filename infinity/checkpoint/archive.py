@@ -267,7 +267,9 @@ def read_values(file: File, path: Path) -> Any:
     Globals that the application registered with `torch.serialization.add_safe_globals` are used, too.
     """
     archive = read_archive(file, path)
-    unknown = first_unknown(archive.pickled, _KNOWN | _registered())
+    unknown = first_unknown(archive.pickled, _KNOWN)
+    if unknown is not None:  # only then, since torch fails for some globals that can be registered
+        unknown = first_unknown(archive.pickled, _KNOWN | _registered())
     if unknown is not None:
         raise CheckpointError(f"Unsupported global: GLOBAL {unknown.replace(' ', '.')}")
 

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,19 +54,15 @@ class SavedUnit:
     stored: Mapping[State, Stored]
     """A frozen unit has no optimizer states."""
 
-    def kind(self, name: str) -> tuple[State, StateKind] | None:
-        """Return where a state is; None if the unit has none of this name."""
-        for state, stored in self.stored.items():
-            for kind in stored.form.states:
-                if kind.name == name:
-                    return state, kind
-        return None
+    @cached_property
+    def kinds(self) -> Mapping[str, tuple[State, StateKind]]:
+        """Name of a state → the extent that holds it, and its format."""
+        return {kind.name: (state, kind) for state, stored in self.stored.items() for kind in stored.form.states}
 
     def ranges(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield (shard, byte in its extent, bytes) for the values of elements [start, stop) of a state, in order."""
-        found = self.kind(name)
-        assert found is not None
-        stored, kind = self.stored[found[0]], found[1]
+        state, kind = self.kinds[name]
+        stored = self.stored[state]
         length = self.layout.shard_numel
         while start < stop:
             shard, inside = divmod(start, length)
@@ -259,10 +256,10 @@ class Shards:
         """
         unit, slot = self.slots[name]
         stop = slot.numel if stop is None else stop
-        if unit.kind(kind.name) is not None:
+        if kind.name in unit.kinds:
             return self._stored(unit, slot, kind.name, start, stop)
         param = self._stored(unit, slot, "param", start, stop)
-        if unit.kind("remainder") is None:
+        if "remainder" not in unit.kinds:
             return param
         return join_master(param, self._stored(unit, slot, "remainder", start, stop))
 
@@ -273,9 +270,7 @@ class Shards:
             yield self.read(name, kind, start, min(start + PART, numel))
 
     def _stored(self, unit: SavedUnit, slot: Slot, name: str, start: int, stop: int) -> torch.Tensor:
-        found = unit.kind(name)
-        assert found is not None
-        state, kind = found
+        state, kind = unit.kinds[name]
         values = torch.empty(kind.length(stop - start), dtype=kind.dtype)
         target: memoryview = values.view(torch.uint8).numpy().data
         for shard, offset, nbytes in unit.ranges(name, slot.offset + start, slot.offset + stop):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint import rng
 from infinity.checkpoint.agree import target_of, together
 from infinity.checkpoint.archive import read_values
 from infinity.checkpoint.background import Saver, Saving
@@ -170,8 +171,8 @@ def save(
     client_state: dict[str, Any],
     *,
     background: bool = False,
-    latest: bool = True,
-    leaves_out: Callable[[nn.Parameter], bool] = lambda parameter: False,
+    latest: bool,
+    leaves_out: Callable[[nn.Parameter], bool],
     committed: Committed | None = None,
 ) -> Path:
     """Write directory/tag and return its path. Collective; all states must be in their tiers, and rank 0 writes.
@@ -225,14 +226,9 @@ def _write_beside(
     write: Callable[[Callable[[int], None]], None], device: Device, writer: Writer | None, saving: Saving
 ) -> None:
     """Write all files while training continues. Holds no reference to model or engine, which may be freed meanwhile."""
-
-    def release_unit(unit: int) -> None:
-        saving.release_unit(unit)
-        saving.check_stopped()
-
     device.enter_thread()
     try:
-        write(release_unit)
+        write(saving.release_unit)
     except BaseException:
         if writer is None or not writer.whole:  # otherwise another rank was lost after the checkpoint was complete
             raise
@@ -248,13 +244,12 @@ def pack_client_state(client_state: dict[str, Any]) -> bytes:
             f"client_state is a {type(client_state).__name__}: pass a dict, such as {{'epoch': 3}}, which "
             "load_checkpoint() returns."
         )
-    packed = io.BytesIO()
     try:
-        torch.save(client_state, packed)
-        read_values(packed, Path(CLIENT_STATE))
+        packed = rng.pack(client_state)
+        read_values(io.BytesIO(packed), Path(CLIENT_STATE))
     except Exception as error:  # noqa: BLE001 - pickling runs any class's code
         raise CheckpointError(
             f"client_state cannot be saved for a safe load ({reason(error)}): use only tensors, numbers, strings, and "
             "lists, tuples and dicts of them"
         ) from None
-    return packed.getvalue()
+    return packed

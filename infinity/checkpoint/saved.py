@@ -104,12 +104,10 @@ PieceOf = Mapping[str, Piece]
 class SavedStates(Protocol):
     """The states of a training run after one step. Methods raise CheckpointError for what is missing or damaged."""
 
-    @property
-    def path(self) -> Path:
-        """The folder, for messages and callers."""
+    path: Path
+    """The folder, for messages and callers."""
+    index: Index
 
-    @property
-    def index(self) -> Index: ...
     def pieces(self, units: Iterable[Unit], model: nn.Module) -> PieceOf: ...
     def check(self, ranks: Communicator, *, verify: bool) -> None:
         """Check that all states can be read. verify: also compare checksums. Collective."""

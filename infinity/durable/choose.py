@@ -54,8 +54,8 @@ def choose(ranks: int, seen: Sequence[Mapping[int, Seen]], run: Path) -> tuple[S
         for view in views:
             for rank, numbers in view.commits.items():
                 commits.setdefault(rank, set()).update(numbers)
-        number = files.last_commit(before, commits)
-        if number:
+        common = set.intersection(*(commits.get(rank, set()) for rank in range(before)))
+        if number := max(common, default=0):
             check_jobs({job for view in views for (_, own), job in view.jobs.items() if own == number}, run)
             is_same = before == ranks and len(views) == len(seen) and all(view.is_same for view in views)
             return Source(generation, number, before), is_same

@@ -19,7 +19,7 @@ import shutil
 import stat
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,12 +107,6 @@ def ranks_in(folder: Path) -> list[int]:
     """Return the ranks that have a manifest in the folder of a generation, which may be damaged."""
     names = (path.name.removeprefix("rank-").removesuffix(MANIFEST) for path in _listed(folder, f"rank-*{MANIFEST}"))
     return sorted(int(name) for name in names if name.isdigit())
-
-
-def last_commit(ranks: int, commits: Mapping[int, Iterable[int]]) -> int:
-    """Return the number of the last commit that every rank has a record of; 0: none. commits: rank → numbers."""
-    common = set.intersection(*(set(commits.get(rank, ())) for rank in range(ranks)))
-    return max(common, default=0)
 
 
 def without_manifest(runs: Sequence[Path]) -> list[Path]:

@@ -29,7 +29,6 @@ from infinity.durable.record import BUFFERS, CHECKSUMS, CLIENT_STATE, RNG, Recor
 from infinity.durable.run import DurableRun
 from infinity.errors import CheckpointError, StorageError
 from infinity.nn.pieces import Piece
-from infinity.observe.log import logger
 from infinity.plan.formats import StateKind
 from infinity.tiers.open_tiers import states_in
 from infinity.units.states import Flats
@@ -110,9 +109,7 @@ class CommittedStates:
     def generators(self, ranks: Communicator) -> dict[str, Any] | None:
         if self._is_same:
             return rng.unpack_states(self._record.blobs[RNG], self.path)
-        if ranks.is_main_rank:
-            size = ranks.size * ranks.model.size
-            logger.info("RNG states were saved on %d ranks and are not restored on %d", self._manifest.ranks, size)
+        rng.note_unrestored(self._manifest.ranks, ranks)
         return None
 
     def _index(self) -> Index:
