@@ -140,15 +140,11 @@ def write_committed(
         if writer is not None:
             for files in written:
                 writer.add(files)
-        _finish(_sharded(snapshot, committed.shards), writer)
+        entries = {name: replace(entry, file=states_file(0)) for name, entry in snapshot.index.parameters.items()}
+        index = replace(snapshot.index, parameters=entries, shards=committed.shards)
+        _finish(replace(snapshot, index=index), writer)
 
     together(channel, finish)
-
-
-def _sharded(snapshot: Snapshot, shards: int) -> Snapshot:
-    """Return the snapshot with an index whose states are in `shards` files, one per rank."""
-    entries = {name: replace(entry, file=states_file(0)) for name, entry in snapshot.index.parameters.items()}
-    return replace(snapshot, index=replace(snapshot.index, parameters=entries, shards=shards))
 
 
 def _finish(snapshot: Snapshot, writer: Writer | None) -> None:
