@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint import rng
-from infinity.checkpoint.format import Entry, Index, persistent_buffers, shape_of, view
+from infinity.checkpoint.format import Entry, persistent_buffers, shape_of, view
 from infinity.checkpoint.saved import SavedStates
 from infinity.checkpoint.snapshot import ModelParts, Run, block_problem, check_settings
 from infinity.comm.dtensor import is_distributed
@@ -54,9 +54,7 @@ class Loading:
         self._check_parameters(strict=strict)
         if optimizer:
             assert run is not None
-            _check_optimizer(run, self.index, self._folder)
-            self._check_groups()
-            self._check_blocks()
+            self._check_optimizer(run)
         saved.check(parts.ranks, verify=verify)
         self._buffers = match_buffers(model, saved.buffers(), saved.path)
         self.client_state = saved.client_state()
@@ -169,39 +167,34 @@ class Loading:
             shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
             raise CheckpointError(f"{self._folder} is a checkpoint of another model: {shown}")
 
-    def _check_groups(self) -> None:
-        """Raise CheckpointError if a trained parameter was in another group, whose hyper-parameters it would get."""
+    def _check_optimizer(self, run: Run) -> None:
+        """Raise CheckpointError if optimizer, groups or settings differ, or if tiles cut blocks of 8-bit moments."""
+        index, folder, groups = self.index, self._folder, len(run.progress.param_groups)
+        if (index.optimizer, len(index.param_groups)) != (run.config.optimizer.type, groups):
+            raise CheckpointError(
+                f"{folder} was saved with {index.optimizer} and {len(index.param_groups)} param_groups, and this "
+                f"engine has {run.config.optimizer.type} and {groups}: use the same optimizer and groups"
+            )
+        check_settings(run, index, folder)
         trained = (unit.layout for unit in self._parts.units if unit.layout.trainable)
         present = {self._pieces[slot.name].name: slot.group for layout in trained for slot in layout.slots}
-        saved = {name: entry.group for name, entry in self.index.parameters.items() if entry.group is not None}
+        saved = {name: entry.group for name, entry in index.parameters.items() if entry.group is not None}
+        # A parameter that has changed its group would get the hyper-parameters of another one.
         moved = [name for name in present if saved.get(name, present[name]) != present[name]]
         if moved:
             name = moved[0]
             raise CheckpointError(
-                f"{self._folder} was saved with other param_groups: {name} is in group {saved[name]} there and in "
-                f"group {present[name]} here ({len(moved)} parameters differ). Pass the groups in the same order, or "
+                f"{folder} was saved with other param_groups: {name} is in group {saved[name]} there and in group "
+                f"{present[name]} here ({len(moved)} parameters differ). Pass the groups in the same order, or "
                 "load_optimizer_states=False"
             )
-
-    def _check_blocks(self) -> None:
-        """Raise CheckpointError if tiles cut the blocks of saved 8-bit moments."""
         for name, piece in self._pieces.items():
-            for kind in self.index.kinds(piece.name) if piece.name in self.index.parameters else ():
+            for kind in index.kinds(piece.name) if piece.name in index.parameters else ():
                 if problem := block_problem(name, piece, kind):
                     raise CheckpointError(
-                        f"{self._folder} has 8-bit moments, and {problem}: use other tiles, a checkpoint with moments "
-                        "in bf16 or fp32, or load_optimizer_states=False"
+                        f"{folder} has 8-bit moments, and {problem}: use other tiles, a checkpoint with moments in "
+                        "bf16 or fp32, or load_optimizer_states=False"
                     )
-
-
-def _check_optimizer(run: Run, index: Index, folder: Path) -> None:
-    kind, groups = run.config.optimizer.type, len(run.progress.param_groups)
-    if (index.optimizer, len(index.param_groups)) != (kind, groups):
-        raise CheckpointError(
-            f"{folder} was saved with {index.optimizer} and {len(index.param_groups)} param_groups, and this engine "
-            f"has {kind} and {groups}: use the same optimizer and groups"
-        )
-    check_settings(run, index, folder)
 
 
 def match_buffers(

@@ -197,7 +197,7 @@ class Materializer:
         return tuple(self._made.get(parameter, parameter) for parameter in wanted)
 
     def fingerprint(self) -> bytes:
-        """Return `trial.fingerprint` of the model; empty if a rule edits parameters of other modules."""
+        """Return `initialize.fingerprint` of the model; empty if a rule edits parameters of other modules."""
         if self._reached:
             return b""
         with self._draws:
