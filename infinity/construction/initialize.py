@@ -37,18 +37,16 @@ def rules_of(model: nn.Module) -> Rules:
     module's own `reset_parameters()`.
     """
     rules: dict[nn.Module, Rule] = {}
-
-    def visit(module: nn.Module, rule: Rule, *, final: bool) -> None:
+    left: list[tuple[nn.Module, Rule, bool]] = [(model, reset, False)]
+    while left:
+        module, rule, final = left.pop()
         if module in rules:
-            return
+            continue
         if not final:
             declared = _method(module, "initialize_module")
             rule, final = declared or _method(module, "_init_weights") or rule, declared is not None
         rules[module] = rule
-        for child in module.children():
-            visit(child, rule, final=final)
-
-    visit(model, reset, final=False)
+        left += [(child, rule, final) for child in reversed([*module.children()])]
     return rules
 
 
