@@ -27,7 +27,8 @@ from infinity.cli.console import (
     say_json,
     size_of,
 )
-from infinity.durable.condition import Condition, check_idle, condition, owned
+from infinity.durable.condition import Condition, condition, owned
+from infinity.durable.folder import check_unheld
 from infinity.errors import InfinityError
 
 
@@ -90,7 +91,7 @@ def run(folder: Path, check: bool, as_json: bool) -> None:
     with one_line_errors():
         try:
             with owned(folder) as held:
-                check_idle(folder)
+                check_unheld(folder)
                 found = condition(held, folder, verify=check)
         except InfinityError as error:
             fail(error, USAGE)

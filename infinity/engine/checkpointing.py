@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from infinity.checkpoint.background import Saving
-from infinity.checkpoint.format import Index
+from infinity.checkpoint.format import Index, Progress
 from infinity.checkpoint.load import Loading
 from infinity.checkpoint.save import save
 from infinity.checkpoint.snapshot import Run
 from infinity.comm.agreement.announcements import Operation
-from infinity.durable.record import Progress
 from infinity.durable.source import check_no_run, check_no_tag, open_saved
 from infinity.engine.base import BaseEngine
 from infinity.engine.durable import DurableSteps, client_state_of, restore_generators
@@ -93,7 +92,7 @@ class CheckpointingEngine(BaseEngine):
             background=background,
             latest=save_latest,
             leaves_out=self.left_out(exclude_frozen_parameters),
-            committed=None if durable is None else durable.committed(run),
+            committed=None if durable is None else durable.committed(run.progress),
         )
 
     def save_16bit_model(
@@ -181,7 +180,7 @@ class CheckpointingEngine(BaseEngine):
                 loading.restore_rng()
         if durable is not None:
             with self._failing():
-                durable.commit_loaded(saved.path, self._run_state(), self.module, loading.client_state)
+                durable.commit_loaded(saved.path, self._run_state().progress, self.module, loading.client_state)
         return saved.path, loading.client_state
 
     def resume(self, *, verify: bool = True, load_rng: bool = True) -> dict[str, Any] | None:
@@ -218,17 +217,14 @@ class CheckpointingEngine(BaseEngine):
         config, scheduler = self.config, self.lr_scheduler
         groups = [{key: v for key, v in group.items() if key != "params"} for group in self.optimizer.param_groups]
         schedule = None if scheduler is None else {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"}
-        return Run(
-            optimizer=config.optimizer.type,
-            rule=config.optimizer.rule,
-            moments=config.infinity.moments,
-            seed=config.infinity.seed,
-            global_steps=self.global_steps,
-            skipped_steps=self.skipped_steps,
+        progress = Progress(
+            self.global_steps,
+            self.skipped_steps,
             param_groups=to_plain(groups, "param_groups"),
             lr_scheduler=to_plain(schedule, "lr_scheduler"),
             loss_scale=self.loss_scale.state_dict() if config.scales_loss else None,
         )
+        return Run(config, progress)
 
     def _restore(self, index: Index | Progress, *, optimizer: bool, scheduler: bool) -> None:
         """Restore step counts from a checkpoint's index, or from a commit.

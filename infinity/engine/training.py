@@ -306,7 +306,7 @@ class TrainingEngine(CheckpointingEngine):
                 if self.lr_scheduler is not None and self.skipped_steps == skipped:
                     self.lr_scheduler.step(**arguments)
                 if durable is not None:
-                    durable.commit(self._run_state(), self.module, client_state or {})
+                    durable.commit(self._run_state().progress, self.module, client_state or {})
         self._reports.end(Phase.STEP)
         if self._reports.active:
             self._reports.step(self._facts(losses))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from infinity.activations.store import ActivationStore
-from infinity.checkpoint.tiles import check_tiles
+from infinity.checkpoint.snapshot import check_tiles
 from infinity.comm.agreement.comparison import groups_in_common, in_common
 from infinity.comm.communicator import Communicator
 from infinity.comm.dtensor import TensorParallelMesh
