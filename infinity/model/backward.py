@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.autograd import Variable
@@ -24,15 +24,32 @@ from infinity.interrupts import uninterrupted
 from infinity.units.compiled import eager, refuse_compiled_autograd
 
 
+class Engine(Protocol):
+    """The engine, as the hooks of its model see it (`infinity.engine.base`)."""
+
+    def _on_entry(self) -> None:
+        """An outermost forward of any module that holds units begins, outside of any backward."""
+
+    def _on_forward(self, arguments: object) -> None:
+        """An outermost forward of the root begins, outside of any backward. arguments: (args, kwargs)."""
+
+    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function to call in place of `call`, a forward of the root."""
+
+    def _on_backward(self) -> None:
+        """A backward starts."""
+
+    def _on_backward_end(self) -> None:
+        """The outermost task of a backward succeeds. Called in its thread."""
+
+
 class BackwardTracker:
     """Tracks the backward passes of one engine."""
 
-    def __init__(self, on_begin: Callable[[], None], on_end: Callable[[], None]) -> None:
-        """on_begin: called when a backward starts. on_end: called when its outermost task succeeds, in its thread."""
+    def __init__(self, engine: Engine) -> None:
         self.running = False
         """True if a backward has begun and its end has not been seen."""
-        self._on_begin = on_begin
-        self._on_end = on_end
+        self._engine = engine
         self._tasks: set[int] = set()
         """Ids of graph tasks with a callback queued."""
         self._ended_inside = False
@@ -52,7 +69,7 @@ class BackwardTracker:
             return
         if not self.running:
             self.running = True
-            self._on_begin()
+            self._engine._on_backward()
         self._tasks.add(task)
         self._ended_inside = False
         Variable._execution_engine.queue_callback(partial(self._task_ended, task))
@@ -70,12 +87,12 @@ class BackwardTracker:
 
     @uninterrupted()  # a backward that ended counts as a micro-batch, whenever Ctrl-C arrives
     def _end(self) -> None:
-        self._on_end()  # if it raises, `conclude` returns True
+        self._engine._on_backward_end()  # if it raises, `conclude` returns True
         self.running = self._ended_inside = False
 
     def run_empty(self) -> None:
         """Begin and end a backward in which no gradient arrives."""
-        self._on_begin()
+        self._engine._on_backward()
         self._end()
 
     def is_running(self, task: int) -> bool:

@@ -18,14 +18,25 @@ INLINE = 1 << 15
 thread would take longer."""
 
 
+@dataclass(eq=False)
+class Squares:
+    """A gradient's sum of squares. Any thread may ask for it."""
+
+    known: float | None
+    """None: it is not summed (yet)."""
+
+    def total(self) -> float:
+        """Return the sum. Waits for the device if that computes it (`infinity.grads.squares`)."""
+        assert self.known is not None, "the squares of an incomplete sum are not summed"
+        return self.known
+
+
 class Gradient:
     """A reduced gradient shard (shard_numel,) in a leased buffer or in its extent, and its sum of squares."""
 
-    def __init__(
-        self, shard: torch.Tensor, lease: Lease | None, squares: Callable[[], float], reached: Transfer
-    ) -> None:
-        """lease: released with the gradient; None: the shard is in its extent alone. squares: returns the sum, and may
-        wait for the device. reached: done when `shard` is computed, for an update on the device.
+    def __init__(self, shard: torch.Tensor, lease: Lease | None, squares: Squares, reached: Transfer) -> None:
+        """lease: released with the gradient; None: the shard is in its extent alone. reached: done when `shard` is
+        computed, for an update on the device.
         """
         self.shard = shard
         self.squares = squares

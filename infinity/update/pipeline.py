@@ -15,7 +15,7 @@ from infinity.plan.layout import UnitLayout
 from infinity.tiers.transfer import DONE
 from infinity.update.job import INLINE, PlacedUpdate
 from infinity.update.stages import Kernel, UpdateStages
-from infinity.update.tiles import RunningJob, TileInFlight, TileWrite, UpdateBuffers
+from infinity.update.tiles import RunningJob, TileInFlight, UpdateBuffers
 
 
 class UpdatePipeline:
@@ -31,7 +31,7 @@ class UpdatePipeline:
         self._waiting: PlacedUpdate | None = None
         self._running: RunningJob | None = None
         self._reading: deque[TileInFlight] = deque()
-        self._writing: deque[TileWrite] = deque()
+        self._writing: deque[TileInFlight] = deque()
         self._thread = concurrency.thread(self._run, "infinity-update")
         self._thread.start()
 
@@ -142,7 +142,7 @@ class UpdatePipeline:
             elif self._closing:
                 return
             # Writes that have ended give back buffers of tiles, which the next reads wait for.
-            while self._writing and all(transfer.done() for transfer in self._writing[0].transfers):
+            while self._writing and all(transfer.done() for transfer in self._writing[0].writes):
                 self._finish_write()
 
     def _read_ahead(self) -> None:
@@ -185,8 +185,8 @@ class UpdatePipeline:
         return True
 
     def _finish_write(self) -> None:
-        write = self._writing.popleft()
-        self._stages.end(write)
+        item = self._writing.popleft()
+        self._stages.end(item)
         # After `end`: `submit` may run a small update in the model's thread as soon as the counters are equal.
-        if write.item.last:
+        if item.last:
             self._ended += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -152,22 +152,15 @@ class RunningJob:
 
 @dataclass(slots=True)
 class TileInFlight:
-    """A tile that is being read or updated. `last`: of its job."""
+    """A tile that is being read, updated or written. `last`: of its job. Its buffers are released after its writes."""
 
     running: RunningJob
     layout: TileLayout
     states: Window
     grad: Window | None
     last: bool
+    writes: list[Transfer] = field(default_factory=list)
 
     @property
     def windows(self) -> list[Window]:
         return [self.states, self.grad] if self.grad is not None else [self.states]
-
-
-@dataclass(slots=True)
-class TileWrite:
-    """The writes of a tile, whose buffers are released when they end."""
-
-    transfers: list[Transfer]
-    item: TileInFlight
