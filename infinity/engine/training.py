@@ -88,7 +88,7 @@ class TrainingEngine(CheckpointingEngine):
                 Hyper(config.optimizer.rule, **config.optimizer.params.model_dump()),
                 self._update,
                 self._zero_grad,
-                TierStates(parts, config, self.settle_between_steps, self._failing),
+                TierStates(parts, config, self),
                 self.loss_scale,
             )
             """The optimizer: its `param_groups` hold the learning rates, and its states are in their tiers."""

@@ -324,6 +324,6 @@ class TrainingRunner(Runner):
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._coming.end_step()
+        self._coming.end_backward(last=True)
         self.store.end_step()
         self.schedule.step.end()

@@ -212,7 +212,8 @@ def wire(
         kernel = partial(kernels.update_run, seed=plan.seed, threads=plan.adam_threads)
         update_buffers = _update_buffers(plan, tiers, grad_tiers, pools, device)
         pipeline = UpdatePipeline(update_buffers, kernel)
-        in_tier = [unit.index for unit in units if unit.layout.trainable and pipeline.in_tier(unit.index)]
+        trained = (unit.index for unit in units if unit.layout.trainable)
+        in_tier = [index for index in trained if update_buffers.updated_in(index) == "tier"]
         store = UnitStore(units, pool, states, device, ranks, schedule, in_tier)
         scope = Scope(SavedTensors(backward, activations), store.resident)
         runner = TrainingRunner(
@@ -274,7 +275,6 @@ def _grad_buffers(
         reduce_pool=pools.get(sizes.GRADIENTS_TO_REDUCE),
         host_pool=pools.get(sizes.GRADIENT_SHARDS),
         stored_pool=pools.get(sizes.STORED_GRADIENTS),
-        whole=plan.policy.grads_whole,
         threads=plan.adam_threads,
         kernels=kernels,
     )

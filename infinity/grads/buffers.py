@@ -44,8 +44,6 @@ class GradBuffers:
     """Host buffers for reduced shards; None if the update works where they are reduced."""
     stored_pool: Pool | None
     """Buffers for stored shards that gradients are added to; None if they are added in place."""
-    whole: bool
-    """True if gradients are summed over micro-batches before they are reduced, each in its own buffer of `pool`."""
     threads: int
     """Threads of a pass over a gradient in host memory; 0: one per processor."""
     kernels: Kernels = NATIVE

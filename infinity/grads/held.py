@@ -41,7 +41,9 @@ class HeldGradients:
             return False
         slots = self._held.setdefault(micro_batch, {}).setdefault(unit, {})
         before = slots.get(slot)
-        slots[slot] = gradient if before is None else _sum(before, gradient)
+        if before is not None:
+            gradient = before + gradient if before.layout is torch.strided else gradient + before
+        slots[slot] = gradient
         return True
 
     @property
@@ -57,9 +59,3 @@ class HeldGradients:
         for unit in [unit for unit in units if self._last[unit] == piece]:
             for slot, gradient in units.pop(unit).items():
                 yield unit, slot, gradient
-
-
-def _sum(before: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    if before.layout is not torch.strided:
-        return gradient + before
-    return before + gradient

@@ -79,11 +79,8 @@ class GradStore:
         # An earlier micro-batch may have stored a part, which the update must not find again.
         add = sent.unit.index in self.units
         self.units.discard(sent.unit.index)
-        if self._is_small(sent) and (not add or self._places.tier_of(sent.unit).immediate):
-            landed = _carried_out(self._landing.land, sent, self.slots, add)
-        else:
-            landed = self._mover.submit(self._landing.land, sent, self.slots, add)
-        self._landed[sent.unit.index] = landed
+        move = self._mover_of(sent, uses_tier=add)
+        landed = self._landed[sent.unit.index] = move(self._landing.land, sent, self.slots, add)
         return landed
 
     def keep(self, sent: Sent) -> None:
@@ -107,19 +104,19 @@ class GradStore:
             self._unsummed.pop(index, None)
         else:
             self._unsummed[index] = sent.unit
-        # A small gradient would wait longer for its thread than for the copy.
-        if self._is_small(sent) and self._places.tier_of(sent.unit).immediate:
-            self._moves.append(_carried_out(self._keep, sent, self.slots, add, squares))
-        else:
-            self._moves.append(self._mover.submit(self._keep, sent, self.slots, add, squares))
+        move = self._mover_of(sent, uses_tier=True)
+        self._moves.append(move(self._keep, sent, self.slots, add, squares))
 
-    def _is_small(self, sent: Sent) -> bool:
-        """Return whether moving the gradient here is faster than waking the thread, and waits for the tier at most.
+    def _mover_of(self, sent: Sent, *, uses_tier: bool) -> Callable[..., Future[Any]]:
+        """Return the function that runs a move: in this thread, if nothing has to be waited for and waking the other
+        one takes longer than the copy. uses_tier: the move reads or writes the gradient's extent.
 
-        The result is the same for all gradients of a unit, which keeps them in order.
+        The result is the same for all gradients of a unit, except if its tier is not immediate: moves that use the tier
+        then stay in order.
         """
-        places = self._places
-        return sent.unit.layout.shard_numel <= INLINE and self._ranks.is_single and places.device.host_addressable
+        unit, places = sent.unit, self._places
+        small = unit.layout.shard_numel <= INLINE and self._ranks.is_single and places.device.host_addressable
+        return _carried_out if small and (not uses_tier or places.tier_of(unit).immediate) else self._mover.submit
 
     # -- the threads -------------------------------------------------------------------------------------------------
 

@@ -3,8 +3,6 @@
 autograd runs a backward as a graph task. A reentrant checkpoint runs a task inside another one; gradients that arrive
 there belong to the outermost task. The tracker sees a task when autograd unpacks a saved tensor or a gradient arrives,
 and queues a callback for its end.
-
-The saved-tensor hooks that are in effect in this thread.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import Variable
@@ -148,12 +146,3 @@ def _backwards(frame: FrameType | None) -> int:
         depth += frame.f_code is _engine_run_backward.__code__
         frame = frame.f_back
     return depth
-
-
-__all__ = ["topmost_hooks"]
-
-Hooks: TypeAlias = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-"""Functions that pack and unpack."""
-
-topmost_hooks: Callable[[bool], Hooks | None] = torch._C._autograd._top_saved_tensors_default_hooks
-"""Return the topmost hooks of this thread, or None. Argument: True returns them while Dynamo traces, too."""

@@ -30,9 +30,10 @@ class _InTask:
     coming: set[int] | None = None
     """Slots whose gradient has not arrived and is in the task's graph; None: the graph was not queried."""
 
-    def expect(self, slots: set[int]) -> None:
-        """Record the slots whose gradient the graph has."""
-        self.coming = slots
+    def query(self, unit: Unit) -> None:
+        """Query the graph of the present task, which is that of these gradients, for those of `unit` to come. Once."""
+        if self.coming is None:
+            self.coming = _in_graph(unit, self.arrived)
 
 
 class ComingGradients:
@@ -65,7 +66,7 @@ class ComingGradients:
             del self._without_graph[unit.index]
         # The gradients of this forward arrive in a task inside of the present one, where its graph cannot be queried.
         task = torch._C._current_graph_task_id()
-        self._ask(unit, self._tasks.setdefault(unit.index, {}).setdefault(task, _InTask()))
+        self._tasks.setdefault(unit.index, {}).setdefault(task, _InTask()).query(unit)
 
     def begin_forward(self, arguments: object) -> None:
         """Register an outermost forward of the model outside of backward. One without a graph, of `arguments` that
@@ -94,16 +95,12 @@ class ComingGradients:
             gradients.coming.discard(slot)
 
     def end_backward(self, *, last: bool) -> None:
-        """Register the end of the outermost graph task. last: it was the step's last backward, so no forward is run
-        again.
+        """Register the end of the outermost graph task, or of the step. last: the step's last backward has ended, so no
+        forward is run again.
         """
         self._tasks.clear()
         if last:
             self._without_graph.clear()
-
-    def end_step(self) -> None:
-        """Register the end of a step, whose forwards are not run again."""
-        self.end_backward(last=True)
 
     # -- queries -----------------------------------------------------------------------------------------------------
 
@@ -137,13 +134,8 @@ class ComingGradients:
             # The graph of another task cannot be asked from here, so the answer is the safe one.
             if not is_present:
                 return True
-            self._ask(unit, gradients)
+            gradients.query(unit)
         return bool(gradients.coming)
-
-    def _ask(self, unit: Unit, gradients: _InTask) -> None:
-        """Query the graph of the present task, which is that of `gradients`, for the gradients that will arrive."""
-        if gradients.coming is None:
-            gradients.expect(_in_graph(unit, gradients.arrived))
 
 
 def _in_graph(unit: Unit, arrived: Collection[int] = ()) -> set[int]:

@@ -23,7 +23,7 @@ from infinity.activations.room import Alias
 from infinity.activations.store import ActivationStore, SavedActivation
 from infinity.comm.dtensor import is_distributed, is_plain, local, of_spec, spec_of
 from infinity.errors import LifetimeError
-from infinity.model.backward import BackwardTracker, topmost_hooks
+from infinity.model.backward import BackwardTracker
 from infinity.units import binding, residents
 from infinity.units.compiled import eager, outside_modes
 from infinity.units.released import own_type, version_of
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _Pack = Callable[[torch.Tensor], Any]
 _Unpack = Callable[[Any], torch.Tensor]
+topmost_hooks: Callable[[bool], tuple[_Pack, _Unpack] | None] = torch._C._autograd._top_saved_tensors_default_hooks
+"""Return the topmost hooks of this thread, or None. Argument: True returns them while Dynamo traces, too."""
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 _are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
@@ -105,10 +107,9 @@ class _Reference:
     @classmethod
     def to_parameter(cls, parameter: torch.Tensor, owner: Owner) -> _Reference:
         """Return a reference to a parameter itself, for any type and any residency of its unit."""
-        layout, slot = owner.unit.layout, owner.slot
-        place, stride = layout.slots[slot], owner.unit.strides[slot]
+        shape, stride, offset = owner.unit.places[owner.slot]
         kind = own_type(parameter)
-        view = _View(layout.dtype, place.offset, torch.Size(place.shape), stride, conj=False, neg=False)
+        view = _View(owner.unit.layout.dtype, offset, torch.Size(shape), stride, conj=False, neg=False)
         return cls(parameter, owner, view, None if kind is nn.Parameter else kind, None)
 
     def allow_edits(self) -> None:

@@ -22,7 +22,6 @@ from infinity.comm.agreement.announcements import Operation
 from infinity.comm.communicator import Communicator
 from infinity.errors import RanksError, UsageError
 from infinity.interrupts import ForcedInterrupt, uninterrupted
-from infinity.plan.layout import UnitLayout
 from infinity.schedule.schedule import Schedule
 from infinity.tiers.device import Device
 from infinity.tiers.digests import Fingerprint
@@ -273,18 +272,14 @@ class UnitStore:
         Ranks may differ in this: it takes no buffer of the device, and nothing is exchanged.
         """
         if self._states.reads_ahead:
-            self._states.read_ahead(self._to_read())
-
-    def _to_read(self) -> Iterator[UnitLayout]:
-        """Yield the layouts of units whose parameters are in their tier alone, with no write of them due.
-
-        None is under way: a unit is evicted from its buffer after its writes, if the tier is not memory.
-        """
-        units, kept, released = self.units, self.kept, Residency.RELEASED
-        for index in self._schedule.trace.upcoming():
-            unit = units[index]
-            if unit.residency is released and unit.due_update is None and unit not in kept:
-                yield unit.layout
+            kept, released = self.kept, Residency.RELEASED
+            # Their parameters are in their tier alone, with no write of them due. None is under way: a unit is evicted
+            # from its buffer after its writes, if the tier is not memory.
+            self._states.read_ahead(
+                unit.layout
+                for unit in map(self.units.__getitem__, self._schedule.trace.upcoming())
+                if unit.residency is released and unit.due_update is None and unit not in kept
+            )
 
     # -- update ------------------------------------------------------------------------------------------------------
 

@@ -51,11 +51,11 @@ class UpdatePipeline:
 
     def _is_immediate(self, placed: PlacedUpdate) -> bool:
         """True if the job is small and needs no wait, and the thread is idle."""
-        job = placed.job
+        job, unit = placed.job, self._stages.unit(placed.job.layout)
         return (
             job.layout.shard_numel <= INLINE
             and self._buffers.device.host_addressable
-            and self._stages.unit(job.layout).is_immediate
+            and all(tier.immediate for tier in (unit.param_tier, unit.optim_tier, unit.grad_tier))
             and self._submitted == self._ended
             and placed.after.done()
             and (placed.arrives is None or placed.arrives.done())
@@ -111,10 +111,6 @@ class UpdatePipeline:
         Ranks exchange their number before they raise.
         """
         return self._stages.refused
-
-    def in_tier(self, unit: int) -> bool:
-        """Return whether a unit's update begins from its parameters in their tier, not from those in its buffer."""
-        return self._buffers.updated_in(unit) == "tier"
 
     def close(self) -> None:
         """Stop the thread after the jobs queued so far."""

@@ -85,11 +85,6 @@ class UnitTiles:
             for tile in tiles(layout.shard_numel, placement.tile_sizes[layout.index], formats)
         ]
 
-    @property
-    def is_immediate(self) -> bool:
-        """Return whether no transfer of the unit's states is ever waited for."""
-        return all(tier.immediate for tier in (self.param_tier, self.optim_tier, self.grad_tier))
-
 
 @dataclass(slots=True)
 class RunningJob:

@@ -75,7 +75,7 @@ class Bench:
             stored = Pool(make, {layout.nbytes: 1}, name="stored", poison=device.poison)
         self.device = device
         self.places = GradBuffers(
-            device, {tier: self.tier}, placement, own, self.pool, None, self.host, stored, whole=False, threads=1
+            device, {tier: self.tier}, placement, own, self.pool, None, self.host, stored, threads=1
         )
         self.store = GradStore(Communicator(device), self.places)
 
