@@ -33,8 +33,7 @@ from infinity.grads.buffers import GradBuffers
 from infinity.grads.collector import GradCollector
 from infinity.grads.store import GradStore
 from infinity.model.aliases import check_aliases
-from infinity.model.backward import BackwardTracker, Engine
-from infinity.model.coming import ComingGradients
+from infinity.model.backward import BackwardTracker, ComingGradients, Engine
 from infinity.model.saved import SavedTensors
 from infinity.model.scope import Scope
 from infinity.plan import pools as sizes
@@ -54,9 +53,9 @@ from infinity.units.discover import ModelUnits
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
+from infinity.update.job import UpdateBuffers
 from infinity.update.kernels import Kernels
 from infinity.update.pipeline import UpdatePipeline
-from infinity.update.tiles import UpdateBuffers
 
 if TYPE_CHECKING:
     from infinity.config import Config

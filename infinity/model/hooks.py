@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_map_only
 from infinity.comm.dtensor import unwrapped
 from infinity.errors import UsageError
 from infinity.model.added import StateCopies
-from infinity.model.backward import Engine
-from infinity.model.coming import ComingGradients
+from infinity.model.backward import ComingGradients, Engine
 from infinity.units import binding, residents
 from infinity.units.compiled import (
     breaks_graphs,

@@ -16,8 +16,7 @@ from infinity.concurrency import now
 from infinity.plan.layout import Run, UnitLayout
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Failed, Transfer
-from infinity.update.job import PlacedUpdate, UpdateJob
-from infinity.update.tiles import RunningJob, TileInFlight, UnitTiles, UpdateBuffers
+from infinity.update.job import PlacedUpdate, RunningJob, TileInFlight, UnitTiles, UpdateBuffers, UpdateJob
 
 Kernel = Callable[..., None]
 """(states by name, param, grad, hyper, step, grad_scale, first, *, background) for one run of elements; see
@@ -39,8 +38,8 @@ class UpdateStages:
         self._kernel = kernel
         self._units: dict[int, UnitTiles] = {}
         self._views: dict[tuple[int, int, torch.dtype], dict[str, torch.Tensor]] = {}
-        """(address, elements, dtype of parameters) → states in a buffer of the tile pool, by name. Making a view takes
-        longer than finding it, and hands the interpreter to the model's thread.
+        """(address, elements, dtype of parameters) → states of a tile, by name. Making a view takes longer than finding
+        it, and hands the interpreter to the model's thread.
         """
 
     def forget_buffers(self) -> None:
@@ -212,17 +211,11 @@ class UpdateStages:
     def _states(self, item: TileInFlight) -> dict[str, torch.Tensor]:
         """Return views of the tile's states, by name."""
         layout, tensor = item.layout, item.states.tensor
-        if layout.states is not None:
-            return layout.states
-        # Buffers of the pool come back at the same addresses, so a few entries serve all tiles.
+        # Memory tiers do not move, and buffers of the pool come back at the same addresses.
         key = tensor.data_ptr(), layout.tile.stop - layout.tile.start, item.running.job.layout.dtype
         states = self._views.get(key)
         if states is None:
-            states = {name: place.of(tensor) for name, place in layout.ranges.items()}
-            if item.states.lease is None:
-                layout.keep(states)
-            else:
-                self._views[key] = states
+            states = self._views[key] = {name: place.of(tensor) for name, place in layout.ranges.items()}
         return states
 
     def _conclude(self, running: RunningJob) -> list[Transfer]:
