@@ -65,12 +65,8 @@ class BaseEngine(ABC):
         self._closed = False
         self._process = os.getpid()
         cast_buffers(self.module, config)
-        precision = ForwardPrecision.of(config, parts.device.torch_device, dtype)
-        around = None if precision is None else precision.around
-        units = parts.units_of_module
-        self._hooks = ModelHooks(
-            self.module, units, parts.runner, parts.coming, self._on_forward, self._on_entry, around
-        )
+        self._precision = ForwardPrecision.of(config, parts.device.torch_device, dtype)
+        self._hooks = ModelHooks(self.module, parts.units_of_module, parts.runner, parts.coming, self)
         open_engines.add(self)
         show_by_default()
         if parts.ranks.is_main_rank:
@@ -86,6 +82,10 @@ class BaseEngine(ABC):
         """Called when an outermost forward of any module that holds units begins, outside of any backward."""
         self._check_open()
         self._conclude_backward()
+
+    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function to call in place of `call`, a forward of the root."""
+        return call if self._precision is None else self._precision.around(call)
 
     def _conclude_backward(self) -> None:
         """Discard a backward that an exception cut short. Call outside of any backward."""

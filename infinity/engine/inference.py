@@ -63,7 +63,7 @@ class InferenceEngine(BaseEngine):
             if next(model.parameters(), None) is None:
                 raise ModelError("the model has no parameters: call the model directly, without an engine")
             planned = plan_model(model, config, [], seam, ranks, train=False, dtype=dtype)
-            parts = assemble(model, planned, config, seam, ranks, self._on_backward, self._on_backward_end)
+            parts = assemble(model, planned, config, seam, ranks, self)
             undo.callback(parts.closer())
             ranks.barrier()  # raises on all ranks if construction failed on one
             undo.pop_all()

@@ -81,15 +81,14 @@ class TrainingEngine(CheckpointingEngine):
             groups = param_groups(model, model_parameters)
             names = {own_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
             planned = plan_model(model, config, groups, seam, ranks, platform=platform)
-            begin, end = self._on_backward, self._on_backward_end
-            parts = assemble(model, planned, config, seam, ranks, begin, end, platform)
+            parts = assemble(model, planned, config, seam, ranks, self, platform)
             undo.callback(parts.closer())
             self.optimizer = UnitOptimizer(
                 present_groups(groups, names, parts.units),
                 Hyper(config.optimizer.rule, **config.optimizer.params.model_dump()),
                 self._update,
                 self._zero_grad,
-                TierStates(parts, config, self.settle_between_steps, self._failing),
+                TierStates(parts, config, self),
                 self.loss_scale,
             )
             """The optimizer: its `param_groups` hold the learning rates, and its states are in their tiers."""

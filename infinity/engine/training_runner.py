@@ -21,12 +21,10 @@ from infinity.comm.dtensor import local_gradient
 from infinity.engine.loss_check import LossCheck
 from infinity.engine.runner import Runner
 from infinity.errors import LifetimeError
-from infinity.grads.collector import GradCollector
-from infinity.grads.held import HeldGradients
+from infinity.grads.collector import GradCollector, HeldGradients
 from infinity.grads.store import GradStore
 from infinity.interrupts import uninterrupted
-from infinity.model.backward import BackwardTracker
-from infinity.model.coming import ComingGradients
+from infinity.model.backward import BackwardTracker, ComingGradients
 from infinity.model.scope import Scope
 from infinity.plan.plan import Plan
 from infinity.rules import Hyper
@@ -324,6 +322,6 @@ class TrainingRunner(Runner):
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._coming.end_step()
+        self._coming.end_backward(last=True)
         self.store.end_step()
         self.schedule.step.end()

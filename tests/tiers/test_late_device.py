@@ -3,7 +3,7 @@
 Mutations that these tests were seen to catch (each by losses or parameters that are NaN or differ):
 
 - `UnitStore.arrive` without `await_copy`: the model computes with NaN.
-- `GradStore._land` without waiting for the copy to the host: the update reads NaN.
+- `Landing.land` without waiting for the copy to the host: the update reads NaN.
 - `NvmeTier._land` (staging) without waiting for the copy: the staging buffer is reused before it is read.
 - `NvmeTier._staged_write` without waiting for the copy: NaN is written to the file.
 - `UpdatePipeline._conclude` without waiting for the copy to the device.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -26,23 +26,24 @@ if TYPE_CHECKING:
 _HALF = 1 << 16
 
 
+class Engine(Protocol):
+    """The engine whose states are read and replaced (`infinity.engine.training`)."""
+
+    def settle_between_steps(self, what: str, call: Operation) -> None:
+        """Begin `call` on all ranks and write all states to their tiers. Raises UsageError, whose text begins with
+        `what`, if a step is incomplete.
+        """
+
+    def _failing(self) -> AbstractContextManager[None]:
+        """Return a context manager that stops the engine if a transfer in it fails."""
+
+
 class TierStates:
     """Moments and step counts of one engine. Methods are collective, and called between two steps."""
 
-    def __init__(
-        self,
-        parts: EngineParts,
-        config: Config,
-        settle: Callable[[str, Operation], None],
-        changing: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        """settle: begins a call on all ranks and writes all states to their tiers, or raises if a step is incomplete;
-        its first argument begins the error's text. changing: context manager that stops the engine if a transfer in it
-        fails, since only some states are replaced then.
-        """
+    def __init__(self, parts: EngineParts, config: Config, engine: Engine) -> None:
         self._parts = parts
-        self._settle = settle
-        self._changing = changing
+        self._engine = engine
         self._rule = RULES[config.optimizer.rule]
         self._seed = config.infinity.seed
 
@@ -50,7 +51,7 @@ class TierStates:
         """Return parameter → `step` and moments, fp32 in host memory, unsharded on every rank. Parameters without
         states are left out.
         """
-        self._settle("a state_dict of the optimizer", Operation.READ_OPTIMIZER)
+        self._engine.settle_between_steps("a state_dict of the optimizer", Operation.READ_OPTIMIZER)
         by_parameter: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for unit in self._trained():
             by_parameter.update(self._read(unit))
@@ -62,9 +63,9 @@ class TierStates:
 
         Raises errors on all ranks, before any change.
         """
-        self._settle("a state_dict of the optimizer", Operation.LOAD_OPTIMIZER)
+        self._engine.settle_between_steps("a state_dict of the optimizer", Operation.LOAD_OPTIMIZER)
         states, saved_groups = self._checked(groups, state_dict)
-        with self._changing():
+        with self._engine._failing():  # only some states are replaced if it fails
             for unit in self._trained():
                 self._write(unit, states)
                 return_freed_memory()
