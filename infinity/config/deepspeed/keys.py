@@ -15,8 +15,6 @@ from typing import NamedTuple
 class Verdict(str, Enum):
     """Effect of a DeepSpeed key here."""
 
-    HONOURED = "honoured"
-    """The schema has the key."""
     MAPPED = "mapped"
     """The key sets another key of the schema, which a line of the log names."""
     NO_EFFECT = "no effect"
