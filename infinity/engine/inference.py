@@ -12,7 +12,6 @@ from torch import nn
 from infinity.checkpoint.background import Saver
 from infinity.checkpoint.load import load_parameters
 from infinity.checkpoint.save import save
-from infinity.checkpoint.snapshot import Run
 from infinity.comm.agreement.announcements import Operation
 from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
@@ -83,9 +82,6 @@ class InferenceEngine(BaseEngine):
     def _on_forward(self, arguments: object) -> None:
         self.parts.schedule.trace.begin("with gradients" if torch.is_grad_enabled() else "without")
 
-    def _on_backward_end(self) -> None:
-        pass
-
     def load_checkpoint(
         self, directory: str | Path, tag: str | None = None, *, strict: bool = True, verify: bool = True
     ) -> tuple[Path, dict[str, Any]]:
@@ -100,7 +96,7 @@ class InferenceEngine(BaseEngine):
         """
         self.begin_together(Operation.LOAD_CHECKPOINT)
         self.settle()
-        with open_saved(self.ranks, directory, tag) as saved, self._failing():
+        with open_saved(self.ranks, directory, tag) as saved, self.failing():
             replacing = self._replacing(saved.path)
             client_state = load_parameters(self.parts, self.module, saved, replacing, strict=strict, verify=verify)
             self.global_steps, self.skipped_steps = saved.index.global_steps, saved.index.skipped_steps
@@ -130,20 +126,6 @@ class InferenceEngine(BaseEngine):
             )
         finally:
             saver.close(lambda: None)
-
-    def _run_state(self) -> Run:
-        config = self.config
-        return Run(
-            optimizer=config.optimizer.type,
-            rule=config.optimizer.rule,
-            moments=config.infinity.moments,
-            seed=config.infinity.seed,
-            global_steps=self.global_steps,
-            skipped_steps=self.skipped_steps,
-            param_groups=[],
-            lr_scheduler=None,
-            loss_scale=None,
-        )
 
     def is_frozen(self, parameter: nn.Parameter) -> bool:
         """Return whether the parameter was frozen before the engine was constructed, which freezes all."""
