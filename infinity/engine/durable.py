@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load as load_tensors, save as save_tensors
 from torch import nn
 
@@ -234,13 +233,3 @@ class DurableSteps:
             commits.close()
 
         return end, run.close
-
-
-def client_state_of(record: Record, path: Path) -> dict[str, Any]:
-    """Return the client_state of a commit."""
-    return rng.unpack(record.blobs[CLIENT_STATE], path)
-
-
-def restore_generators(record: Record, path: Path, device: torch.device) -> None:
-    """Restore this rank's RNG states."""
-    rng.restore_states(rng.unpack_states(record.blobs[RNG], path), device)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.background import Saver
-from infinity.checkpoint.format import Progress
 from infinity.checkpoint.load import Loading
 from infinity.checkpoint.save import save
 from infinity.checkpoint.snapshot import Run
@@ -84,9 +83,6 @@ class InferenceEngine(BaseEngine):
     def _on_forward(self, arguments: object) -> None:
         self.parts.schedule.trace.begin("with gradients" if torch.is_grad_enabled() else "without")
 
-    def _on_backward_end(self) -> None:
-        pass
-
     def load_checkpoint(
         self, directory: str | Path, tag: str | None = None, *, strict: bool = True, verify: bool = True
     ) -> tuple[Path, dict[str, Any]]:
@@ -101,7 +97,7 @@ class InferenceEngine(BaseEngine):
         """
         self.begin_together(Operation.LOAD_CHECKPOINT)
         self.settle()
-        with open_saved(self.ranks, directory, tag) as saved, self._failing():
+        with open_saved(self.ranks, directory, tag) as saved, self.failing():
             loading = Loading(
                 self.parts, self.module, None, saved, verify=verify, load_rng=False, optimizer=False, strict=strict
             )
@@ -127,7 +123,7 @@ class InferenceEngine(BaseEngine):
         self.settle()
         check_no_run(self.ranks, directory)
         saver, state = Saver(), client_state or {}
-        run = Run(self.config, Progress(self.global_steps, self.skipped_steps, [], None, None))
+        run = Run(self.config, self._progress())
         leaves_out = self.left_out(exclude_frozen_parameters)
         try:
             return save(

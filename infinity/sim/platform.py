@@ -18,6 +18,7 @@ from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
 from infinity.construction.stream_in import move_buffers
 from infinity.durable.run import DurableRun
+from infinity.engine.platform import Platform
 from infinity.errors import ConfigError
 from infinity.optim import cpu_adam
 from infinity.plan.io import ActivationPlan
@@ -51,8 +52,8 @@ if TYPE_CHECKING:
     from infinity.config import Config
 
 
-class SimulatedPlatform:
-    """A `Platform` (`infinity.engine.platform`) on one clock."""
+class SimulatedPlatform(Platform):
+    """A platform on one clock."""
 
     def __init__(self, clock: Clock, device: SimulatedDevice, compute: Compute, links: Links, ranks: Ranks) -> None:
         """compute: of the model's thread."""

@@ -258,7 +258,7 @@ def test_a_commit_writes_what_was_updated_since_the_last_one(tmp_path: Path, mon
         durable = engine.updates.durable
         assert durable is not None
         train(engine, range(1))
-        durable.commit(engine._run_state().progress, engine.module, {})
+        durable.commit(engine._progress(), engine.module, {})
         trained = {unit.index for unit in engine.units if unit.layout.trainable}
         assert [step.updated for step in steps] == [trained, set()]
 

@@ -18,7 +18,7 @@ import infinity
 from infinity.comm.communicator import Communicator
 from infinity.config import Config
 from infinity.engine import budget as resolved
-from infinity.engine.platform import Machine
+from infinity.engine.platform import Platform
 from infinity.engine.wiring import plan_model
 from infinity.errors import ConfigError, OutOfMemoryError, StorageError
 from infinity.plan import budget as budgets, plan as plans
@@ -325,7 +325,7 @@ def test_a_device_whose_update_differs_is_not_filled(tmp_path: Path) -> None:
     config, model, seam = engine_config("cpu", "cpu", memory={"device": "1GiB"}), seeded(Stack), LateDevice()
     groups = [{"params": list(model.parameters())}]
     for exact in (True, False):
-        platform = Machine()
+        platform = Platform()
         platform.kernels = replace(NATIVE, is_exact=lambda kind: exact)  # noqa: B023 - called in this iteration
         plan = plan_model(model, config, groups, seam, Communicator(seam), platform=platform).plan
         assert bool(on_device(plan, State.OPTIM)) == exact
