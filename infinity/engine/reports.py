@@ -149,9 +149,9 @@ class StepReports:
             )
             return forward()
         # Builds of torch for CUDA import Triton with their flop counter.
-        from infinity.observe.flops import count_flops, waiter
+        from infinity.observe.flops import count_flops
 
-        result, count = count_flops(model, forward, waiter(self._torch_device))
+        result, count = count_flops(model, forward, self._torch_device)
         lines = [f"{title}: {count.summary()}", *count.largest(settings.module_depth, settings.top_modules)]
         if settings.detailed:
             lines += count.tree()
