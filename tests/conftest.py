@@ -46,10 +46,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="run every case of tests with several parameters")
 
 
-_THINNED = ("multirank", "units", "checkpoint", "parity")
-"""Folders whose cases take long: engines that train, often on several ranks."""
-
-
 @pytest.hookimpl(trylast=True)  # after -m: a case that it deselects covers no value
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     selected = config.option.keyword or any("::" in argument for argument in config.args)
@@ -64,14 +60,13 @@ def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
     matrices: dict[object, dict[tuple[str, ...], pytest.Item]] = {}
     pairwise = set()
     for item in items:
-        in_pairs = item.get_closest_marker("pairwise") is not None
-        thinned = in_pairs or item.path.parent.name in _THINNED
-        if thinned and not any(map(item.get_closest_marker, ("slow", "every_case"))):
+        if not any(map(item.get_closest_marker, ("slow", "every_case"))):
             assert isinstance(item, pytest.Function)
             values = tuple(map(repr, item.callspec.params.values())) if hasattr(item, "callspec") else ()
             test = (item.path, item.originalname)
             matrices.setdefault(test, {}).setdefault(values, item)
-            pairwise |= {test} if in_pairs else set()
+            if item.get_closest_marker("pairwise"):
+                pairwise.add(test)
     repeated = set()
     for test, cases in matrices.items():
         kept = (pairwise_cover if test in pairwise else value_cover)(list(cases))
