@@ -23,8 +23,6 @@ from support.configs import engine_config
 from support.loops import Result, assert_close, assert_same, trained
 from support.models import seeded
 
-pytestmark = pytest.mark.pairwise
-
 PARTS = [Part(0, 5000), Part(5120, 5130, copies=2), Part(5376, 20_000), Part(20_224, 20_300, in_norm=False)]
 
 

@@ -86,7 +86,7 @@ def test_kinds_of_states_fill_host_memory_in_turn(model: str, case: str, late: b
     states = sum(aligned(extent.nbytes) for extent in bare.placement.extents.values())
     least = max(planned(tmp_path, 1, **options).peak_of_host(), 1)
     most = bare.peak_of_host() + states
-    for host in [*range(least, most, (most - least) // 20), most]:
+    for host in [*range(least, most, (most - least) // 10), most]:
         plan = planned(tmp_path, host, **options)
         free = host - plan.peak_of_host()
         assert free >= 0

@@ -84,7 +84,6 @@ def train(device: LateDevice | None, param: str, optim: str, bf16: bool, clip: f
     return trained(seeded(Stack), BATCHES, config, device)
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
