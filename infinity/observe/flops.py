@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -69,11 +70,7 @@ def count_flops(model: nn.Module, call: Callable[[], _T], device: torch.device) 
 
     Waits for `device` before and after.
     """
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     wait()
     began = time.perf_counter()
     with FlopCounterMode(display=False) as counter:

@@ -89,7 +89,7 @@ class ApartFromTheHost(CpuDevice):
 def test_page_shows_the_bytes_of_each_placement(monkeypatch: pytest.MonkeyPatch) -> None:
     """With kernels for the device, so that states fill half of its memory."""
     kernels = replace(NATIVE, is_exact=lambda kind: True, check_on_device=lambda *states: None)
-    monkeypatch.setattr("infinity.engine.platform.Machine.kernels", kernels)
+    monkeypatch.setattr("infinity.engine.platform.Platform.kernels", kernels)
     page, args = (BENCH.parent / "docs" / "gpu.md").read_text(), script.parse([])
     activations = memory.activation_bytes(script.SHAPE, args.micro_batch_size, 2)
     for placement, moments in itertools.product(script.PLACEMENTS, script.MOMENTS):

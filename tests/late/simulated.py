@@ -101,7 +101,7 @@ def simulated(host: Host) -> Iterator[SimulatedAccelerator]:
         "infinity.tiers.open_tiers.available_memory": lambda: int(host.nbytes),
         "infinity.tiers.accelerator.fingerprint_on_device": _fingerprint,
         "infinity.engine.platform.stream_in": _stream_in,
-        "infinity.engine.platform.Machine.kernels": _kernels(host),
+        "infinity.engine.platform.Platform.kernels": _kernels(host),
     }
     replaced |= {
         "infinity.tiers.accelerator.StreamTransfer.wait": _stream_wait,

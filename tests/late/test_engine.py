@@ -61,7 +61,7 @@ def test_trains_with_a_part_of_the_states_on_the_device(
     """As if torch's operators, which update on this device, gave the host's bits: else a budget places nothing."""
     if "device" in memory:
         assert_same(train("cpu", "cpu", memory=memory, **options), reference(**options))
-        monkeypatch.setattr("infinity.engine.platform.Machine.kernels", replace(NATIVE, is_exact=lambda kind: True))
+        monkeypatch.setattr("infinity.engine.platform.Platform.kernels", replace(NATIVE, is_exact=lambda kind: True))
     assert_close(train("cpu", "cpu", memory=memory, **options), reference(**options))
 
 

@@ -68,7 +68,7 @@ def test_squares_that_the_device_sums_change_no_bit(
         sums.append(len(ranges))
         squares_into(out, values, ranges)
 
-    monkeypatch.setattr("infinity.engine.platform.Machine.kernels", replace(EXACT, squares_into=counted))
+    monkeypatch.setattr("infinity.engine.platform.Platform.kernels", replace(EXACT, squares_into=counted))
     assert_same(train(param, optim, **options), expected)
     assert len(sums) >= 16
 
@@ -87,7 +87,7 @@ def test_squares_are_summed_on_the_host_while_the_device_has_no_memory(
         squares_into(out, values, ranges)
 
     expected = train(param, optim, clip=0.5)
-    monkeypatch.setattr("infinity.engine.platform.Machine.kernels", replace(EXACT, squares_into=some))
+    monkeypatch.setattr("infinity.engine.platform.Platform.kernels", replace(EXACT, squares_into=some))
     assert_same(train(param, optim, clip=0.5), expected)
     assert refused > 20
 

@@ -45,7 +45,7 @@ def test_a_budget_that_keeps_states_on_the_device_fails(
 ) -> None:
     """As with kernels for the device; the update is torch's here."""
     kernels = replace(NATIVE, is_exact=lambda kind: True)
-    monkeypatch.setattr("infinity.engine.platform.Machine.kernels", kernels)
+    monkeypatch.setattr("infinity.engine.platform.Platform.kernels", kernels)
     monkeypatch.setattr(script, "MOMENTS", ("fp32",))
     config_of = script.config_of
 
