@@ -70,7 +70,7 @@ def count_flops(model: nn.Module, call: Callable[[], _T], device: torch.device) 
 
     Waits for `device` before and after.
     """
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
+    wait: Callable[[], Any] = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     wait()
     began = time.perf_counter()
     with FlopCounterMode(display=False) as counter:
