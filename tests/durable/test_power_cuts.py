@@ -51,12 +51,18 @@ def cut(logs: Sequence[Log], folder: Path, *, seeded: int, seed: int) -> Counts:
     return replay(logs, folder / "records", seeded=seeded, seed=seed)
 
 
-@RANKS
-@OPTIONS
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        pytest.param(ranks, case, marks=[] if (ranks == 2) == (number in (0, 1)) else [pytest.mark.slow])
+        for number, case in enumerate(CASES)
+        for ranks in (1, 2)
+    ],
+)
 def test_a_power_cut_leaves_the_last_commit_whole(
-    groups: dict[int, Group], tmp_path: Path, ranks: int, options: dict[str, Any]
+    groups: dict[int, Group], tmp_path: Path, ranks: int, case: str
 ) -> None:
-    logs, _ = trained(groups[ranks], tmp_path, 5, **options)
+    logs, _ = trained(groups[ranks], tmp_path, 5, **CASES[case])
     counts = cut(logs, tmp_path, seeded=4, seed=1)
     assert counts.cuts > 100 * ranks and counts.at_once > 30 * ranks
     assert {*counts.steps} <= {0, 1}
@@ -89,7 +95,7 @@ def test_training_goes_on_bit_identical(groups: dict[int, Group], tmp_path: Path
     logs, expected = trained(groups[ranks], tmp_path, steps)
     of_ranks = [moments(log, tmp_path / "records", 1, draw) for log in logs]
     starts = set()
-    for number in range(6):
+    for number in range(4):
         while not are_possible(chosen := [draw.choice(own) for own in of_ranks]):
             pass
         folder = tmp_path / f"cut-{number}"
@@ -118,7 +124,7 @@ def restore(log: Log, files: Files, folder: Path) -> None:
 # -- the replay finds what would be wrong ------------------------------------------------------------------------------
 
 
-@RANKS
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_record_that_is_written_before_its_states_is_found(
     groups: dict[int, Group], tmp_path: Path, ranks: int
 ) -> None:

@@ -63,7 +63,7 @@ def test_a_rank_that_is_lost(mortal: Group, where: str, how: str, stage: int, tm
         assert re.search(r"pid \d+", said["raised"])[0] in said["stopped"]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("collective", ["gather", "reduce", "save"])
+@pytest.mark.parametrize("collective", ["gather", pytest.param("reduce", marks=pytest.mark.campaign), "save"])
 def test_a_rank_that_is_killed_in_a_large_exchange(mortal: Group, collective: str) -> None:
     """gloo does not end the wait for a message in transit."""
     (said, closing), _ = mortal.run(death_cases.killed_in_transit, timeout=SOON, dies=1, collective=collective)

@@ -15,7 +15,7 @@ from support.loops import open_engine
 from support.models import Stack, seeded
 from support.ranks import Group
 
-STEPS = 5
+STEPS = 3
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])

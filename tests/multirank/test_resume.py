@@ -17,7 +17,7 @@ from support.ranks import Group
 Outcome = dict[str, Any]
 Run = Callable[..., Outcome]
 
-STRETCH = 3
+STRETCH = 2
 """Steps from one resume to the next."""
 
 PLACES: dict[str, dict[str, Any]] = {

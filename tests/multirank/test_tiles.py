@@ -27,7 +27,7 @@ def test_checkpoints_go_from_tiles_to_tiles(
 ) -> None:
     """From two ranks to one and back; states are equal bit for bit."""
     source, outcomes, saved = None, [], []
-    for group, max_bytes in ((pair, 4096), (pair, 0), (single, 1500), (pair, 1500)):
+    for group, max_bytes in ((pair, 9000), (pair, 0), (single, 6000), (pair, 6000)):
         target = tmp_path / f"saved-{len(saved)}"
         ran = group.run(
             cases.resumed, folder=str(tmp_path), source=source, max_bytes=max_bytes, target=target, **options
