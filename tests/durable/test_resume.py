@@ -43,8 +43,8 @@ STEPS = 6
 class Noisy(Stack):
     """A stack with dropout and a buffer that changes in each forward."""
 
-    def __init__(self) -> None:
-        super().__init__(32, 4)
+    def __init__(self, depth: int) -> None:
+        super().__init__(32, depth)
         self.register_buffer("seen", torch.zeros(2))
         self.drop = nn.Dropout(0.1)
         self.run = lambda block, x: self.drop(block(x))
@@ -54,9 +54,9 @@ class Noisy(Stack):
         return super().forward(tokens, targets)
 
 
-def model() -> Noisy:
+def model(depth: int = 2) -> Noisy:
     torch.manual_seed(0)
-    return Noisy()
+    return Noisy(depth)
 
 
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -397,7 +397,7 @@ def test_edits_before_a_step_are_part_of_it(tmp_path: Path) -> None:
             engine.step()
 
     def frozen() -> Noisy:
-        made = model()
+        made = model(4)
         made.embedding.weight.requires_grad_(False)
         return made
 
@@ -424,7 +424,7 @@ def test_a_commit_waits_for_no_edit_that_waits_for_it(update: str, clip: float, 
     for folder, durable in ((tmp_path / "plain", False), (tmp_path / "durable", True)):
         folder.mkdir()
         config = engine_config(folder=folder, durable=durable, update=update, bf16=True, clip=clip, cache_bytes=1 << 20)
-        with open_engine(model(), config, LateDevice()) as engine:
+        with open_engine(model(4), config, LateDevice()) as engine:
             torch.manual_seed(1)
             for number in range(4):
                 with torch.no_grad():
@@ -433,14 +433,14 @@ def test_a_commit_waits_for_no_edit_that_waits_for_it(update: str, clip: float, 
                 go_on(engine, number, number + 1)
             ends.append(engine.state_dict())
     assert_same(Result([], ends[1]), Result([], ends[0]))
-    with open_engine(model(), config, LateDevice()) as engine:
+    with open_engine(model(4), config, LateDevice()) as engine:
         assert engine.resume() == {"next": 4}
         assert_same(Result([], engine.state_dict()), Result([], ends[0]))
 
 
 def test_an_edit_that_a_commit_cannot_leave_out_is_refused(tmp_path: Path) -> None:
     """The update of another unit waits for the next forward, so the step is not committed when the edit is written."""
-    with open_engine(model(), engine_config(folder=tmp_path, durable=True, clip=0.5, prefetch_bytes=0)) as engine:
+    with open_engine(model(4), engine_config(folder=tmp_path, durable=True, clip=0.5, prefetch_bytes=0)) as engine:
         go_on(engine, 0, 3)
         with pytest.raises(UsageError, match="after_backward"), torch.no_grad():
             for parameter in engine.module.parameters():
@@ -458,7 +458,7 @@ def test_gathered_parameters_are_edited_while_updates_are_due(tmp_path: Path) ->
     losses = []
     for durable in (False, True):
         config = engine_config(folder=tmp_path, durable=durable, clip=0.5, prefetch_bytes=0)
-        with open_engine(model(), config) as engine:
+        with open_engine(model(4), config) as engine:
             torch.manual_seed(1)
             losses.append(go_on(engine, 0, 3))
             halve(engine)
@@ -470,7 +470,7 @@ def test_gathered_parameters_are_edited_while_updates_are_due(tmp_path: Path) ->
 def test_edits_after_a_step_are_not_part_of_it(tmp_path: Path, options: dict[str, Any]) -> None:
     """The loop makes them again when it goes on from the step."""
     (tmp_path / "nvme").mkdir()
-    with open_engine(model(), engine_config(folder=tmp_path / "nvme", durable=True, **options)) as engine:
+    with open_engine(model(4), engine_config(folder=tmp_path / "nvme", durable=True, **options)) as engine:
         go_on(engine, 0, 3)
         expected = parameters_of(engine)
         with torch.no_grad():
@@ -480,7 +480,7 @@ def test_edits_after_a_step_are_not_part_of_it(tmp_path: Path, options: dict[str
         assert engine.updates.durable is not None
         engine.updates.durable.wait()
         shutil.copytree(tmp_path / "nvme", tmp_path / "copy")
-    with open_engine(model(), engine_config(folder=tmp_path / "copy", durable=True, **options)) as engine:
+    with open_engine(model(4), engine_config(folder=tmp_path / "copy", durable=True, **options)) as engine:
         assert engine.resume() == {"next": 3}
         assert_same(Result([], parameters_of(engine)), Result([], expected))
 
@@ -503,7 +503,7 @@ def test_an_edit_after_settle_is_not_part_of_the_step(
     folder.mkdir()
     options: dict[str, Any] = {"update": update}
     monkeypatch.setattr(DurableTier, "_write_at", write)
-    with open_engine(model(), engine_config(folder=folder, durable=True, **options)) as engine:
+    with open_engine(model(4), engine_config(folder=folder, durable=True, **options)) as engine:
         torch.manual_seed(1)
         go_on(engine, 0, 2)
         with torch.no_grad():
@@ -514,7 +514,7 @@ def test_an_edit_after_settle_is_not_part_of_the_step(
         engine.updates.durable.wait()
         shutil.copytree(folder, tmp_path / "copy")
     monkeypatch.undo()
-    with open_engine(model(), engine_config(folder=tmp_path / "copy", durable=True, **options)) as engine:
+    with open_engine(model(4), engine_config(folder=tmp_path / "copy", durable=True, **options)) as engine:
         assert engine.resume() == {"next": 2}
         assert_same(Result([], parameters_of(engine)), Result([], expected))
 

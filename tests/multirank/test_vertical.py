@@ -21,11 +21,10 @@ def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 @pytest.mark.parametrize(
     "options",
     [
-        {"accumulated_in": "bf16", "debug": False},
         {"bf16": True, "update": "next_forward"},
         {"param": "none", "optim": "none", "tied": True, "clip": 0.1},
         {"fp16": {"initial_scale_power": 17, "hysteresis": 1}, "tied": True, "debug": False},
-        {"communication": "bf16", "clip": 0.1},
+        {"communication": "bf16", "accumulated_in": "bf16", "clip": 0.1, "debug": False},
     ],
     ids=str,
 )
