@@ -17,7 +17,7 @@ def run(groups: dict[int, Group], case: Any, ranks: int, folder: Path, **options
     return groups[ranks].run(case, folder=str(folder), ranks=ranks, **options)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 4), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(2, 4, marks=pytest.mark.slow), (1, 2)])
 def test_another_number_of_ranks_loads_the_committed_bits(
     groups: dict[int, Group], before: int, after: int, tmp_path: Path
 ) -> None:

@@ -227,15 +227,15 @@ def test_small_files_are_written_again(change: Change, nvme: Path) -> None:
 def test_a_lock_that_another_process_has_taken_ends_the_run(nvme: Path) -> None:
     """Two processes would write the same files otherwise."""
     script = (
-        "import sys; from pathlib import Path; from infinity.durable.folder import Lock\n"
-        "held = Lock(Path(sys.argv[1]), 0); print(flush=True); input()"
+        "import fcntl, os, sys; held = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)\n"
+        "fcntl.flock(held, fcntl.LOCK_EX); print(flush=True); input()"
     )
     others: list[subprocess.Popen[str]] = []
 
     def taken() -> None:
         os.unlink(nvme / LOCK)
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        others.append(subprocess.Popen([sys.executable, "-c", script, str(nvme / "run")], **pipes))
+        others.append(subprocess.Popen([sys.executable, "-c", script, str(nvme / LOCK)], **pipes))
         assert others[0].stdout is not None and others[0].stdout.readline() == "\n"
 
     engine = opened(nvme)
