@@ -59,7 +59,7 @@ def training(
     """
     accumulation = options.get("accumulation", 1)
     config = engine_config(folder=folder, micro=SAMPLES, **options)
-    model = seeded(lambda: Stack(width=32, depth=4, tied=True), 0 if seed is None else seed + rank)
+    model = seeded(lambda: Stack(width=32, depth=3, tied=True), 0 if seed is None else seed + rank)
     device = device_of(rank, late)
     with open_engine(model, config, device) as engine:
         losses = []
@@ -85,7 +85,7 @@ def one_rank(steps: int, ranks: int, *, folder: str, accumulated: bool, **option
     times = ranks if accumulated else 1
     samples = SAMPLES * ranks // times
     config = engine_config(folder=folder, micro=samples, accumulation=accumulation * times, **options)
-    with open_engine(seeded(lambda: Stack(width=32, depth=4, tied=True)), config) as engine:
+    with open_engine(seeded(lambda: Stack(width=32, depth=3, tied=True)), config) as engine:
         losses = []
         norms = []
         for tokens, targets in global_batches(steps, SAMPLES * accumulation * ranks):

@@ -36,7 +36,7 @@ def test_a_change_between_steps(pair: Group, part: int, options: dict[str, Any],
     alternate.
     """
     changes = list(CHANGES.values())[part::4]
-    steps = [step for one, other in changes for step in ([one] * 3 + [other] * 2 + [one] * 2 + [other, one])]
+    steps = [step for one, other in changes for step in ([one] * 2 + [other] * 2 + [one, other, one])]
     _compare(pair, steps, tmp_path, options)
 
 

@@ -82,7 +82,7 @@ def reference(precision: str, accumulation: int, clip: float, ranks: int) -> Res
     apart = 1 if precision == "fp32" else ranks
     micro = cases.SAMPLES * ranks // apart
     config = engine_config(micro=micro, accumulation=accumulation * apart, clip=clip, **PRECISIONS[precision])
-    model = seeded(lambda: Stack(width=32, depth=4, tied=True))
+    model = seeded(lambda: Stack(width=32, depth=3, tied=True))
     wholes = cases.global_batches(STEPS, cases.SAMPLES * accumulation * ranks)
     batches = [
         part for tokens, targets in wholes for part in zip(tokens.split(micro), targets.split(micro), strict=True)
