@@ -26,7 +26,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def whole(pair: Group, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What each rank trains without an interruption, with no options."""
+    """Losses and parameters of each rank, trained without an interruption and without options."""
     return pair.run(cases.uninterrupted, folder=str(tmp_path_factory.mktemp("whole")))
 
 
