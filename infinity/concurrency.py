@@ -75,15 +75,12 @@ class Native:
     def one_thread(self, name: str, initializer: Callable[[], None]) -> Executor:
         executor = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=initializer)
         try:
-            executor.submit(_start).result()  # an executor that cannot start its thread later keeps the work forever
+            # An executor that cannot start its thread later keeps the work forever.
+            executor.submit(lambda: None).result()
         except BaseException:
             executor.shutdown(wait=False)
             raise
         return executor
-
-
-def _start() -> None:
-    """Return at once."""
 
 
 class _Present(threading.local):

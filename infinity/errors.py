@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import ClassVar
 
 
 def user_level() -> int:
@@ -58,15 +59,13 @@ class NotEnoughError(InfinityError):
     `needed` and `available` are bytes, `where` is a folder or the name of a tier, `hint` says what would make it fit.
     """
 
-    @staticmethod
-    def lacking(where: str) -> str:
-        """Return what is too little, as the error's text names it."""
-        return f"room in {where}"
+    lacking: ClassVar[str] = "room in {}"
+    """Text of the error that names what is too little, with `where`."""
 
     def __init__(self, where: str, needed: int, available: int, hint: str = "") -> None:
         self.where, self.needed, self.available, self.hint = where, needed, available, hint
         text = (
-            f"too little {self.lacking(where)}: {needed:,} bytes are needed, {available:,} are available, "
+            f"too little {self.lacking.format(where)}: {needed:,} bytes are needed, {available:,} are available, "
             f"{max(0, needed - available):,} are missing"
         )
         super().__init__(f"{text}; {hint}" if hint else text)
@@ -78,17 +77,13 @@ class NotEnoughError(InfinityError):
 class OutOfSpaceError(NotEnoughError):
     """Too little space on a file system."""
 
-    @staticmethod
-    def lacking(where: str) -> str:
-        return f"space in {where}"
+    lacking = "space in {}"
 
 
 class OutOfMemoryError(NotEnoughError, MemoryError):
     """Too little memory on the host or the device."""
 
-    @staticmethod
-    def lacking(where: str) -> str:
-        return where
+    lacking = "{}"
 
 
 class StorageError(InfinityError):

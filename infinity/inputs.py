@@ -15,8 +15,9 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +86,13 @@ _TOO_DEEP = f"it nests objects or lists more than {_DEEPEST} levels deep"
 
 def check_depth(content: Any) -> None:
     """Raise ValueError if lists and dicts are nested too deeply for recursive code."""
-    level: list[Any] = [content]
-    for _ in range(_DEEPEST):
-        level = [inner for each in level for inner in _inner(each)]
+    level: list[Any] = [[content]]
+    for _ in range(_DEEPEST + 1):
+        values = chain.from_iterable(each.values() if isinstance(each, dict) else each for each in level)
+        level = [value for value in values if isinstance(value, (dict, list))]
         if not level:
             return
     raise ValueError(_TOO_DEEP)
-
-
-def _inner(value: Any) -> Iterable[Any]:
-    """Return the lists and dicts directly in `value`."""
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return (each for each in values if isinstance(each, (dict, list)))
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -15,8 +15,6 @@ from typing import Any, Literal
 
 from infinity.errors import ConfigError
 
-__all__ = ["RULES", "Constant", "Hyper", "MomentFormat", "Rule", "RuleName", "in_words", "rule_of_type"]
-
 RuleName = Literal["adam", "adamw", "adagrad", "lion", "sgd"]
 MomentFormat = Literal["fp32", "bf16", "8bit"]
 

@@ -99,9 +99,6 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
-__all__ = ["sum_in_order"]
-
-
 def sum_in_order(values: Iterable[float]) -> float:
     """Return the sum of `values`, added one after the other, each sum rounded; 0.0 for none.
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-__all__ = ["TierKind"]
-
 
 class TierKind(str, Enum):
     """A kind of tier. A member equals its name, as in reports and files."""

@@ -34,10 +34,10 @@ COMMENTS = "own-line comments in " + ", ".join(COMMENTED) + ", per 1,000 lines"
 # Limits follow improvements; a commit that loosens one gives the reason.
 LIMITS: dict[str, int] = {
     ASSIGNED: 25,
-    CALLABLES: 12,
+    CALLABLES: 0,
     JOB_FIELDS: 0,
-    LINES: 53_100,
-    FILES: 297,
+    LINES: 51_600,
+    FILES: 287,
     SHORT_FILES: 40,
     WORDS: 4_000,
     COMMENTS: 30,

@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-cases", action="store_true", help="run every case of tests with several parameters")
 
 
-_THINNED = ("multirank", "units", "checkpoint", "parity")
-"""Folders whose cases take long: engines that train, often on several ranks."""
-
-
 @pytest.hookimpl(trylast=True)  # after -m: a case that it deselects covers no value
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     selected = config.option.keyword or any("::" in argument for argument in config.args)
@@ -58,23 +55,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _thin(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect cases of tests with several parameters whose values, or pairs of values if the test is marked
-    `pairwise`, all occur in other cases of the same test.
+    """Deselect cases whose values of parameters, or pairs of values if the test is marked `pairwise`, all occur in
+    other cases of the same test. Of a test marked `campaign(few=N)`, keep at most N, evenly spaced.
     """
-    matrices: dict[object, dict[tuple[str, ...], pytest.Item]] = {}
-    pairwise = set()
+    tests: dict[object, dict[tuple[str, ...], pytest.Item]] = {}
     for item in items:
-        in_pairs = item.get_closest_marker("pairwise") is not None
-        thinned = in_pairs or item.path.parent.name in _THINNED
-        if thinned and not any(map(item.get_closest_marker, ("slow", "every_case"))):
+        if not any(map(item.get_closest_marker, ("slow", "every_case"))):
             assert isinstance(item, pytest.Function)
             values = tuple(map(repr, item.callspec.params.values())) if hasattr(item, "callspec") else ()
-            test = (item.path, item.originalname)
-            matrices.setdefault(test, {}).setdefault(values, item)
-            pairwise |= {test} if in_pairs else set()
+            tests.setdefault((item.path, item.originalname), {}).setdefault(values, item)
     repeated = set()
-    for test, cases in matrices.items():
-        kept = (pairwise_cover if test in pairwise else value_cover)(list(cases))
+    for cases in tests.values():
+        one = next(iter(cases.values()))
+        cover = (pairwise_cover if one.get_closest_marker("pairwise") else value_cover)(list(cases))
+        campaign = one.get_closest_marker("campaign")
+        few = campaign.kwargs.get("few", len(cover)) if campaign else len(cover)
+        kept = cover[:: ceil(len(cover) / few)]
         repeated |= {id(item) for case, item in cases.items() if case not in kept}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in repeated])
     items[:] = [item for item in items if id(item) not in repeated]

@@ -87,7 +87,7 @@ def test_public_names_import_no_compiler_and_no_extra() -> None:
     assert not {module for module in added if module.startswith(("infinity.cli", "infinity.sim"))}
 
 
-@pytest.mark.campaign  # builds a distribution
+@pytest.mark.campaign(few=1)  # builds a distribution
 @pytest.mark.parametrize("kind", ["sdist", "wheel"])
 def test_a_distribution_has_the_metadata_that_stands_in_for_deepspeed(kind: str, tmp_path: Path) -> None:
     """Building tools leave folders *.dist-info out, and without metadata libraries do not find deepspeed."""

@@ -9,7 +9,7 @@ not aligned to pages.
 from __future__ import annotations
 
 import warnings
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from contextlib import ExitStack
 
 import torch
@@ -34,8 +34,6 @@ class Ranges:
 
     def __init__(self) -> None:
         self.end = 0
-        self._starts: list[int] = []
-        """Starts of the free ranges, ascending."""
         self._stops: dict[int, int] = {}
         """Start → end of a free range."""
 
@@ -50,30 +48,22 @@ class Ranges:
         if not fitting:
             return None
         size, start = min(fitting)
-        self._remove(start)
+        del self._stops[start]
         if size > nbytes:
-            self._insert(start + nbytes, start + size)
+            self._stops[start + nbytes] = start + size
         return start
 
     def free(self, start: int, nbytes: int, *, walls: tuple[int, int] | None = None) -> None:
         """Free bytes [start, start + nbytes). walls: range within which they join free neighbours; default: all."""
         stop = start + nbytes
         low, high = walls or (0, self.end)
-        at = bisect_left(self._starts, start)
-        if stop < high and stop in self._stops:
-            stop = self._remove(stop)
-        if start > low and at and self._stops[before := self._starts[at - 1]] == start:
-            self._remove(before)
+        if stop < high:
+            stop = self._stops.pop(stop, stop)
+        before = next((first for first, last in self._stops.items() if last == start), None)
+        if start > low and before is not None:
+            del self._stops[before]
             start = before
-        self._insert(start, stop)
-
-    def _insert(self, start: int, stop: int) -> None:
-        self._starts.insert(bisect_left(self._starts, start), start)
         self._stops[start] = stop
-
-    def _remove(self, start: int) -> int:
-        del self._starts[bisect_left(self._starts, start)]
-        return self._stops.pop(start)
 
 
 NAME = "saved activations"

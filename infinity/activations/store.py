@@ -72,7 +72,7 @@ class ActivationStore:
     """Saved tensors of one engine, in memory and in `room`. Thread-safe."""
 
     def __init__(self, room: Room, device: Device, plan: ActivationPlan) -> None:
-        self._room = room
+        self.room = room
         self._device = device
         self._plan = plan
         self._access = concurrency.lock()
@@ -92,10 +92,6 @@ class ActivationStore:
         self._leaving: deque[weakref.ref[Stored]] = deque()
         """Storages that are being written, oldest first."""
         self._leftovers: deque[Leftover] = deque()
-
-    @property
-    def room(self) -> Room:
-        return self._room
 
     def save(self, tensor: torch.Tensor) -> SavedActivation | None:
         """Return a reference from which the tensor can be restored; None if it stays in memory.
@@ -146,7 +142,7 @@ class ActivationStore:
                 stored.extent = stored.transfer = None
             while self._leftovers:
                 _end(self._leftovers.popleft().transfer)
-            self._room.close()
+            self.room.close()
 
     # -- with the lock held ------------------------------------------------------------------------------------------
 
@@ -231,12 +227,12 @@ class ActivationStore:
 
     def _begin_write(self, stored: Stored) -> None:
         assert stored.memory is not None
-        extent = self._room.reserve(stored.nbytes)
+        extent = self.room.reserve(stored.nbytes)
         try:
             # Another tensor of the same memory, with a version counter of its own, which copies change.
-            stored.transfer = self._room.write(extent, stored.memory.data)
+            stored.transfer = self.room.write(extent, stored.memory.data)
         except BaseException:
-            self._room.free(extent)
+            self.room.free(extent)
             raise
         stored.extent, stored.leaves = extent, True
         self._leaving.append(weakref.ref(stored))
@@ -244,7 +240,7 @@ class ActivationStore:
     def _begin_read(self, stored: Stored) -> None:
         assert stored.extent is not None
         memory = torch.empty(stored.nbytes, dtype=torch.uint8, device=self._device.torch_device)
-        stored.transfer, stored.leaves = self._room.read(stored.extent, memory.data), False
+        stored.transfer, stored.leaves = self.room.read(stored.extent, memory.data), False
         stored.hold(memory)
         self._resident[stored.key] = stored
         self._count(stored)
@@ -309,7 +305,7 @@ class ActivationStore:
             if leftover.transfer is not None and not leftover.transfer.done():
                 self._leftovers.append(leftover)
             elif leftover.extent is not None:
-                self._room.free(leftover.extent)
+                self.room.free(leftover.extent)
 
 
 def _end(transfer: Transfer | None) -> None:

@@ -46,7 +46,18 @@ def target_of(ranks: Communicator, directory: str | Path, tag: str, background: 
     Raises RanksError if the ranks differ in directory, tag or `background`, and CheckpointError if directory or tag
     cannot name a checkpoint.
     """
-    return _agreed(ranks, _SAVE, directory, tag, lambda: _writable(directory, tag), background)
+
+    def writable() -> Path:
+        folder = _checked(directory)
+        if not is_file_name(tag) or tag.startswith(".") or tag == LATEST:
+            raise CheckpointError(
+                f"tag {tag!r} cannot be the name of a checkpoint's folder. Use a name that is not empty, contains no "
+                f"slash or control character, does not start with a dot, and is not {LATEST!r}, the file that stores "
+                "the last tag."
+            )
+        return folder / tag
+
+    return _agreed(ranks, _SAVE, directory, tag, writable, background)
 
 
 def folder_of(ranks: Communicator, directory: str | Path, tag: str | None) -> Path:
@@ -54,7 +65,7 @@ def folder_of(ranks: Communicator, directory: str | Path, tag: str | None) -> Pa
 
     Raises RanksError if the ranks differ in directory, tag or index, and CheckpointError if there is no checkpoint.
     """
-    return _agreed(ranks, _LOAD, directory, tag, lambda: _readable(directory, tag), False)
+    return _agreed(ranks, _LOAD, directory, tag, lambda: find(_checked(directory), tag), False)
 
 
 def run_of(ranks: Communicator, directory: str | Path) -> Path:
@@ -77,28 +88,13 @@ def together(channel: SideChannel, work: Callable[[], T]) -> T:
     return done
 
 
-def _writable(directory: str | Path, tag: str) -> Path:
-    _check_directory(directory)
-    if not is_file_name(tag) or tag.startswith(".") or tag == LATEST:
-        raise CheckpointError(
-            f"tag {tag!r} cannot be the name of a checkpoint's folder. Use a name that is not empty, contains no "
-            f"slash or control character, does not start with a dot, and is not {LATEST!r}, the file that stores the "
-            "last tag."
-        )
-    return Path(directory) / tag
-
-
-def _readable(directory: str | Path, tag: str | None) -> Path:
-    _check_directory(directory)
-    return find(Path(directory), tag)
-
-
-def _check_directory(directory: str | Path) -> None:
+def _checked(directory: str | Path) -> Path:
     if not os.fspath(directory):
         raise CheckpointError(
             'the checkpoint directory is "", which would be the current folder. Pass a path, or "." for the current '
             "folder."
         )
+    return Path(directory)
 
 
 def _agreed(

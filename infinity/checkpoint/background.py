@@ -63,16 +63,14 @@ class Saving:
         return Promised(self._copied[unit])
 
     def release_unit(self, unit: int) -> None:
-        """Allow training to write the unit's states."""
+        """Allow training to write the unit's states. Raises CheckpointError if the save is to end after this unit."""
         self._copied[unit].set_result(None)
+        if self._stopped:
+            raise CheckpointError("it was stopped before it was complete")
 
     def stop(self) -> None:
         """Request that the save ends after the unit it is reading."""
         self._stopped = True
-
-    def check_stopped(self) -> None:
-        if self._stopped:
-            raise CheckpointError("it was stopped before it was complete")
 
     def end(self, failure: BaseException | None) -> None:
         for copied in self._copied.values():

@@ -100,11 +100,11 @@ def copy_states(committed: Committed, folder: Path, release_unit: Callable[[int]
             release_unit(unit)
         return {}
     states.compare()
-    compact = _compact(layout)
+    compact, by_unit = _compact(layout)
     path = folder / states_file(committed.number)
     with path.open("xb", buffering=0) as file, ExitStack() as stack:
         members = states.opened(stack)
-        for unit, targets in _by_unit(compact).items():
+        for unit, targets in by_unit.items():
             for state, target in targets:
                 source, nbytes = states.places[unit, state]
                 for member, start, count in states.ranges(source, aligned(nbytes)):
@@ -119,21 +119,17 @@ def copy_states(committed: Committed, folder: Path, release_unit: Callable[[int]
     return {path.name: record, name: write_bytes(folder / name, json.dumps(compact).encode())}
 
 
-def _compact(layout: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the layout of a file that holds one slot of each extent, in one folder."""
+def _compact(layout: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, list[tuple[State, int]]]]:
+    """Return the layout of a file that holds one slot of each extent, in one folder; and unit → its states and their
+    places in that file.
+    """
+    by_unit: dict[int, list[tuple[State, int]]] = {}
     extents, end = [], 0
     for unit, state, _, _, nbytes in layout["extents"]:
         extents.append([unit, state, end, end, nbytes])
+        by_unit.setdefault(unit, []).append((State(state), end))
         end += aligned(nbytes)
-    return {**layout, "extents": extents, "folders": 1, "nbytes": end, "checksum_block": 0}
-
-
-def _by_unit(layout: Mapping[str, Any]) -> dict[int, list[tuple[State, int]]]:
-    """Return unit → its states and their places."""
-    found: dict[int, list[tuple[State, int]]] = {}
-    for unit, state, place, _, _ in layout["extents"]:
-        found.setdefault(unit, []).append((State(state), place))
-    return found
+    return {**layout, "extents": extents, "folders": 1, "nbytes": end, "checksum_block": 0}, by_unit
 
 
 def check_space(folder: Path, nbytes: int) -> None:

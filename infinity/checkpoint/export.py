@@ -65,13 +65,11 @@ def _set(config: dict[str, Any], dtype: str) -> None:
         if name in _KEYS:
             if value is None or isinstance(value, (str, dict)):
                 config[name] = dtype
-        elif isinstance(value, dict) and _is_config(name, value):
+        # The config of a part of the model. Other objects (a vocabulary) may hold such keys too.
+        elif isinstance(value, dict) and (
+            "model_type" in value or (name.endswith("_config") and name != "quantization_config")
+        ):
             _set(value, dtype)
-
-
-def _is_config(key: str, value: dict[str, Any]) -> bool:
-    """True if `value` is the config of a part of the model. Other objects (a vocabulary) may hold such keys too."""
-    return "model_type" in value or (key.endswith("_config") and key != "quantization_config")
 
 
 def _named(dtype: torch.dtype) -> str:
@@ -154,7 +152,7 @@ def _tensors(index: Index, folder: Path, dtype: torch.dtype | None) -> _Shard:
     by_name: _Shard = {}
     shards = open_shards(index, folder) if index.shards else None
     for name, entry in index.parameters.items():
-        own: torch.dtype = getattr(torch, entry.dtype)
+        own = entry.torch_dtype
         kind = index.kinds(name)[0]  # the master, or a frozen parameter itself
         spec = Spec(dtype if dtype is not None and own.is_floating_point else own, entry.shape)
         if shards is not None:

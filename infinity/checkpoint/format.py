@@ -74,6 +74,18 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """Counters, hyper-parameters and schedules after a step, as a commit records them and an `Index` has them."""
+
+    global_steps: int
+    skipped_steps: int
+    param_groups: list[dict[str, Any]]
+    """Hyper-parameters by group, without the parameters."""
+    lr_scheduler: dict[str, Any] | None
+    loss_scale: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
 class Index:
     """Content of `checkpoint.json`."""
 
@@ -113,11 +125,11 @@ class Index:
             del content["aliases"]
         if version < SHARDED_VERSION:
             del content["shards"]
-        return json.dumps({"format": FORMAT, "version": version, "crc32": _crc32(content), **content}, indent=1)
+        return json.dumps({"format": FORMAT, "version": version, "crc32": crc32_of(content), **content}, indent=1)
 
 
-def _crc32(content: dict[str, Any]) -> int:
-    """Return the CRC-32 of an index, independent of whitespace and key order."""
+def crc32_of(content: dict[str, Any]) -> int:
+    """Return the CRC-32 of a JSON object, independent of whitespace and key order."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
@@ -185,7 +197,7 @@ def read_index(folder: Path) -> Index:
             "Infinity"
         )
     crc32 = content.pop("crc32", None)
-    if version not in _READ_TOO and crc32 != _crc32(content):
+    if version not in _READ_TOO and crc32 != crc32_of(content):
         raise CheckpointError(f"{path} was altered since it was saved (its checksum differs): use another checkpoint")
     try:
         index = _checker().validate_json(json.dumps(content))

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,25 +52,17 @@ class SavedUnit:
 
     layout: UnitLayout
     stored: Mapping[State, Stored]
+    """A frozen unit has no optimizer states."""
 
-    @property
-    def states(self) -> StateFormat:
-        """Format of the optimizer states. A frozen unit has none."""
-        return self.stored[State.OPTIM].form
-
-    def kind(self, name: str) -> tuple[State, StateKind] | None:
-        """Return where a state is; None if the unit has none of this name."""
-        for state, stored in self.stored.items():
-            for kind in stored.form.states:
-                if kind.name == name:
-                    return state, kind
-        return None
+    @cached_property
+    def kinds(self) -> Mapping[str, tuple[State, StateKind]]:
+        """Name of a state → the extent that holds it, and its format."""
+        return {kind.name: (state, kind) for state, stored in self.stored.items() for kind in stored.form.states}
 
     def ranges(self, name: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield (shard, byte in its extent, bytes) for the values of elements [start, stop) of a state, in order."""
-        found = self.kind(name)
-        assert found is not None
-        stored, kind = self.stored[found[0]], found[1]
+        state, kind = self.kinds[name]
+        stored = self.stored[state]
         length = self.layout.shard_numel
         while start < stop:
             shard, inside = divmod(start, length)
@@ -103,6 +96,8 @@ class RankStates:
         or the slots.
         """
         self._paths, self.layout = list(paths), layout
+        self.path = paths[0]
+        """The first file, for messages."""
         with well_formed(paths[0]):
             self.units = [_unit(number, unit, layout["shards"]) for number, unit in enumerate(layout["units"])]
             self._chunk, nbytes = int(layout["chunk"]), int(layout["nbytes"])
@@ -114,13 +109,14 @@ class RankStates:
             covered = len(self._checksums) // 4 * self._block
             _require(not self._checksums or nbytes <= covered < nbytes + LARGEST_CHUNK * len(paths), "the checksums")
             _require(all(type(n) is int for u, _, *numbers in layout["extents"] for n in (u, *numbers)), "the extents")
-            self._places = {
+            self.places: Mapping[tuple[int, State], tuple[int, int]] = {
                 (unit, State(state)): ((first, second)[slot], length)
                 for (unit, state, first, second, length), slot in zip(layout["extents"], slots, strict=True)
             }
+            """Unit and state → byte of its extent, and its bytes."""
             for unit in self.units:
                 for state, stored in unit.stored.items():
-                    offset, length = self._places[unit.layout.index, state]
+                    offset, length = self.places[unit.layout.index, state]
                     _require(length == stored.nbytes(unit.layout.shard_numel), "the bytes of a unit")
                     _require(0 <= offset <= nbytes - length, "the place of a unit")
         if layout["folders"] != len(paths):
@@ -128,8 +124,7 @@ class RankStates:
                 f"{paths[0].parent.parent} is striped over {layout['folders']} folders, and {len(paths)} are named: "
                 "name the folders of the run in nvme_path, in their order, of an engine with infinity.durable"
             )
-        sizes = [nbytes] if len(paths) == 1 else shares(nbytes, self._chunk, len(paths))
-        for path, size in zip(paths, sizes, strict=True):
+        for path, size in zip(paths, file_sizes(layout), strict=True):
             with ExitStack() as stack:
                 present = os.fstat(_opened(path, stack)).st_size
             if present < size:
@@ -137,16 +132,6 @@ class RankStates:
                     f"{path} has {present:,} bytes instead of {size:,}: it was cut short. Restore it, or use a "
                     "checkpoint"
                 )
-
-    @property
-    def path(self) -> Path:
-        """The first file, for messages."""
-        return self._paths[0]
-
-    @property
-    def places(self) -> Mapping[tuple[int, State], tuple[int, int]]:
-        """Unit and state → byte of its extent, and its bytes."""
-        return self._places
 
     def opened(self, stack: ExitStack) -> list[int]:
         """Return a descriptor of each file, until the end of `stack`. Raises CheckpointError if one is missing."""
@@ -175,7 +160,7 @@ class RankStates:
             return ""
         with ExitStack() as stack:
             read = self._reader(stack)
-            for number, ((unit, state), (place, nbytes)) in enumerate(self._places.items()):
+            for number, ((unit, state), (place, nbytes)) in enumerate(self.places.items()):
                 try:
                     found = digest_of(read, place, nbytes, self._digests.block)
                 except OSError as error:
@@ -189,8 +174,7 @@ class RankStates:
     def _reader(self, stack: ExitStack) -> Read:
         """Return a function that reads bytes of the file past the page cache where the file system allows that."""
         members = []
-        for path in self._paths:
-            fd = _opened(path, stack)
+        for path, fd in zip(self._paths, self.opened(stack), strict=True):
             direct = open_direct(fd, os.O_RDONLY)
             if direct >= 0:
                 stack.callback(os.close, direct)
@@ -219,7 +203,7 @@ class RankStates:
             file.restore_checksums(self._checksums)
             engine = stack.enter_context(open_engine(block_size=LARGEST_CHUNK, queue_depth=8, threads=1))
             buffer = host_tensor(_VERIFIED)
-            for place, nbytes in self._places.values():
+            for place, nbytes in self.places.values():
                 for start in range(0, nbytes, _VERIFIED):
                     part = min(nbytes - start, _VERIFIED)
                     request = engine.read(file, place + start, buffer.data_ptr(), part)
@@ -233,7 +217,7 @@ class RankStates:
 
     def read(self, unit: int, state: State, offset: int, target: memoryview) -> None:
         """Fill `target` with bytes of an extent, from `offset` on. Raises OSError."""
-        start = self._places[unit, state][0] + offset
+        start = self.places[unit, state][0] + offset
         with ExitStack() as stack:
             files: dict[int, int] = {}
             for member, place, nbytes in pieces(start, len(target), self._chunk, len(self._paths)):
@@ -252,7 +236,11 @@ class Shards:
         first = ranks[0]
         with well_formed(first.path):
             _require(len(ranks) == first.layout["shards"], "the number of ranks")
-            self._check_formats()
+            rule, moments = cast(RuleName, first.layout["rule"]), cast(MomentFormat, first.layout["moments"])
+            for unit in first.units:
+                formats = [state_format(unit.layout.dtype, master, rule, moments) for master in _MASTERS]
+                fits = not unit.layout.trainable or unit.stored[State.OPTIM].form in formats
+                _require(fits, f"the states of unit {unit.layout.name}")
             if any(_settings(each.layout) != _settings(first.layout) for each in ranks):
                 raise CheckpointError(
                     f"{first.path.parent} has files of different runs, since ranks differ in their units or formats: "
@@ -261,13 +249,6 @@ class Shards:
         self.slots = {slot.name: (unit, slot) for unit in first.units for slot in unit.layout.slots}
         """Name of a parameter → its unit and its place there."""
 
-    def _check_formats(self) -> None:
-        layout = self.ranks[0].layout
-        rule, moments = cast(RuleName, layout["rule"]), cast(MomentFormat, layout["moments"])
-        for unit in self.ranks[0].units:
-            formats = [state_format(unit.layout.dtype, master, rule, moments) for master in _MASTERS]
-            _require(not unit.layout.trainable or unit.states in formats, f"the states of unit {unit.layout.name}")
-
     def read(self, name: str, kind: StateKind, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return elements [start, stop) of a parameter's state, flat; with `kind.per` > 1, the values of all.
 
@@ -275,10 +256,10 @@ class Shards:
         """
         unit, slot = self.slots[name]
         stop = slot.numel if stop is None else stop
-        if unit.kind(kind.name) is not None:
+        if kind.name in unit.kinds:
             return self._stored(unit, slot, kind.name, start, stop)
         param = self._stored(unit, slot, "param", start, stop)
-        if unit.kind("remainder") is None:
+        if "remainder" not in unit.kinds:
             return param
         return join_master(param, self._stored(unit, slot, "remainder", start, stop))
 
@@ -289,15 +270,19 @@ class Shards:
             yield self.read(name, kind, start, min(start + PART, numel))
 
     def _stored(self, unit: SavedUnit, slot: Slot, name: str, start: int, stop: int) -> torch.Tensor:
-        found = unit.kind(name)
-        assert found is not None
-        state, kind = found
+        state, kind = unit.kinds[name]
         values = torch.empty(kind.length(stop - start), dtype=kind.dtype)
         target: memoryview = values.view(torch.uint8).numpy().data
         for shard, offset, nbytes in unit.ranges(name, slot.offset + start, slot.offset + stop):
             self.ranks[shard].read(unit.layout.index, state, offset, target[:nbytes])
             target = target[nbytes:]
         return values
+
+
+def file_sizes(layout: Mapping[str, Any]) -> list[int]:
+    """Return the bytes of a rank's file in each folder."""
+    nbytes, folders = int(layout["nbytes"]), int(layout["folders"])
+    return [nbytes] if folders == 1 else shares(nbytes, int(layout["chunk"]), folders)
 
 
 def _settings(layout: Mapping[str, Any]) -> list[Any]:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy
 import torch
 
+from infinity.checkpoint.archive import load_values, read_values
 from infinity.checkpoint.format import reason
-from infinity.checkpoint.pickles import load_values, read_values
 from infinity.comm.communicator import Communicator
 from infinity.comm.side import SideChannel
 from infinity.errors import CheckpointError
@@ -53,10 +53,8 @@ def read_states(file: Path, ranks: Communicator) -> dict[str, Any] | None:
         packed = load_values(file)
     except FileNotFoundError:
         return None
-    size = ranks.size * ranks.model.size
-    if isinstance(packed, list) and len(packed) != size:
-        if ranks.is_main_rank:
-            logger.info("RNG states were saved on %d ranks and are not restored on %d", len(packed), size)
+    if isinstance(packed, list) and len(packed) != ranks.size * ranks.model.size:
+        note_unrestored(len(packed), ranks)
         return None
     try:
         content = packed[ranks.model.number * ranks.size + ranks.rank]
@@ -69,6 +67,13 @@ def read_states(file: Path, ranks: Communicator) -> dict[str, Any] | None:
         raise CheckpointError(
             f"{file} cannot be read ({reason(error)}): the checkpoint is damaged, use another one"
         ) from None
+
+
+def note_unrestored(saved: int, ranks: Communicator) -> None:
+    """Log that states of another number of ranks are not restored."""
+    if ranks.is_main_rank:
+        size = ranks.size * ranks.model.size
+        logger.info("RNG states were saved on %d ranks and are not restored on %d", saved, size)
 
 
 def _check(states: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint import rng
 from infinity.checkpoint.agree import target_of, together
+from infinity.checkpoint.archive import read_values
 from infinity.checkpoint.background import Saver, Saving
 from infinity.checkpoint.committed import Committed, check_space, copy_states
-from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, key, reason, states_file, view
-from infinity.checkpoint.pickles import read_values
+from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Index, key, reason, shape_of, states_file, view
 from infinity.checkpoint.snapshot import ModelParts, Run, Snapshot, capture, unit_file
-from infinity.checkpoint.tiles import write_tile
+from infinity.checkpoint.tensors import Spec
 from infinity.checkpoint.writer import Writer
 from infinity.comm.side import SideChannel
 from infinity.errors import CheckpointError, ChecksumError, RanksError
@@ -34,14 +35,6 @@ from infinity.units.states import Flats, UnitStates
 
 _Value = tuple[StateKind, Piece, torch.Tensor]
 """One state of a parameter."""
-
-
-@dataclass(frozen=True)
-class Copying:
-    """States of this rank to copy, and the hidden folder that all ranks write."""
-
-    committed: Committed
-    folder: Path
 
 
 def write_states(
@@ -67,7 +60,7 @@ def write_states(
             writer.write(unit_file(layout), whole)
         for kind, piece, value in values:
             if piece.place:
-                write_tile(writer, snapshot.index, kind, piece, value)
+                _write_tile(writer, snapshot.index, kind, piece, value)
 
     for layout in snapshot.layouts:
         flats = together(channel, partial(read, layout))
@@ -88,20 +81,36 @@ def _values(
         for slot in layout.slots:
             if slot.name not in snapshot.pieces:
                 continue
-            value, divided = view(kind, slot, flats[kind.name]), snapshot.divided.get(slot.name)
-            whole = value if divided is None else channel.join(value, divided.places, divided.shape)
-            values.append((kind, snapshot.pieces[slot.name], whole))
+            piece, value = snapshot.pieces[slot.name], view(kind, slot, flats[kind.name])
+            if slot.name in snapshot.divided:
+                value = channel.join(value, snapshot.divided[slot.name], piece.shape)
+            values.append((kind, piece, value))
     return values
 
 
-def choose_committed(
+def _write_tile(writer: Writer, index: Index, kind: StateKind, piece: Piece, values: torch.Tensor) -> None:
+    """Write a tile's state into the file of its larger tensor."""
+    entry, name = index.parameters[piece.name], piece.name
+    specs = {key(k.name, name): Spec(k.dtype, shape_of(k, entry.shape)) for k in index.kinds(name)}
+    file = writer.piecewise(entry.file, specs)
+    if kind.per > 1:
+        blocks = piece.blocks(kind.per)
+        assert blocks is not None, "`check_tiles` refuses such tiles"
+        file.write(key(kind.name, name), blocks.start, values)
+        return
+    for start, part in piece.parts(values):
+        file.write(key(kind.name, name), start, part)
+
+
+def folder_of_copies(
     channel: SideChannel,
     committed: Committed | None,
     snapshot: Snapshot,
     layouts: Sequence[UnitLayout],
     writer: Writer | None,
-) -> Copying | None:
-    """Return how to copy `committed`; None if some rank cannot save these states by a copy. Collective.
+) -> Path | None:
+    """Return the hidden folder to which all ranks copy `committed`; None if some rank cannot save its states by a copy.
+    Collective.
 
     The copies hold whole units. They cannot leave out parameters, and cannot join tiles of a tensor or parts of
     tensor-parallel ranks. All ranks must see one folder. layouts: of all units.
@@ -112,19 +121,18 @@ def choose_committed(
     if channel.sum(float(not can)):
         return None
     folder = Path(next(filter(None, channel.gather("" if writer is None else str(writer.folder.absolute())))))
-    assert committed is not None
-    return None if channel.sum(float(not folder.is_dir())) else Copying(committed, folder)
+    return None if channel.sum(float(not folder.is_dir())) else folder
 
 
 def write_committed(
     snapshot: Snapshot,
-    copying: Copying,
+    committed: Committed,
+    folder: Path,
     channel: SideChannel,
     writer: Writer | None,
     release_unit: Callable[[int], None],
 ) -> None:
     """Write all files, each rank those of its states. Collective. release_unit: as of `copy_states`."""
-    committed, folder = copying.committed, copying.folder
     together(channel, partial(check_space, folder, round(channel.sum(float(committed.nbytes)))))
     written = channel.gather(together(channel, partial(copy_states, committed, folder, release_unit)))
 
@@ -132,15 +140,11 @@ def write_committed(
         if writer is not None:
             for files in written:
                 writer.add(files)
-        _finish(_sharded(snapshot, committed.shards), writer)
+        entries = {name: replace(entry, file=states_file(0)) for name, entry in snapshot.index.parameters.items()}
+        index = replace(snapshot.index, parameters=entries, shards=committed.shards)
+        _finish(replace(snapshot, index=index), writer)
 
     together(channel, finish)
-
-
-def _sharded(snapshot: Snapshot, shards: int) -> Snapshot:
-    """Return the snapshot with an index whose states are in `shards` files, one per rank."""
-    entries = {name: replace(entry, file=states_file(0)) for name, entry in snapshot.index.parameters.items()}
-    return replace(snapshot, index=replace(snapshot.index, parameters=entries, shards=shards))
 
 
 def _finish(snapshot: Snapshot, writer: Writer | None) -> None:
@@ -163,8 +167,8 @@ def save(
     client_state: dict[str, Any],
     *,
     background: bool = False,
-    latest: bool = True,
-    leaves_out: Callable[[nn.Parameter], bool] = lambda parameter: False,
+    latest: bool,
+    leaves_out: Callable[[nn.Parameter], bool],
     committed: Committed | None = None,
 ) -> Path:
     """Write directory/tag and return its path. Collective; all states must be in their tiers, and rank 0 writes.
@@ -175,7 +179,7 @@ def save(
     are copied if every rank has them; otherwise states are read from their tiers. Raises on every rank: RanksError if
     ranks pass different folders, CheckpointError if writing failed. The previous checkpoint is untouched then.
     """
-    tag = f"global_step{run.global_steps}" if tag is None else tag
+    tag = f"global_step{run.progress.global_steps}" if tag is None else tag
     target = target_of(parts.ranks, directory, tag, background)
     channel = saver.channel(parts.ranks)
     packed = together(channel, partial(pack_client_state, client_state))
@@ -187,15 +191,15 @@ def save(
         states = replace(parts.states, ranks=channel)
         write = partial(write_states, snapshot, states, channel, writer)
         layouts = [unit.layout for unit in parts.units]
-        copying = choose_committed(channel, committed, snapshot, layouts, writer)
-        if copying is not None:
-            write = partial(write_committed, snapshot, copying, channel, writer)
+        folder = folder_of_copies(channel, committed, snapshot, layouts, writer)
+        if committed is not None and folder is not None:
+            write = partial(write_committed, snapshot, committed, folder, channel, writer)
         if background:
             saving = Saving(target, (unit.index for unit in parts.units))
             with uninterrupted():
                 # Writes to a unit's states wait until the save has read them.
-                if copying is not None:
-                    copying.committed.keep(saving.snapshot_read)
+                if committed is not None and folder is not None:
+                    committed.keep(saving.snapshot_read)
                 else:
                     for unit in parts.units:
                         unit.write_after(saving.snapshot_read(unit.index))
@@ -218,14 +222,9 @@ def _write_beside(
     write: Callable[[Callable[[int], None]], None], device: Device, writer: Writer | None, saving: Saving
 ) -> None:
     """Write all files while training continues. Holds no reference to model or engine, which may be freed meanwhile."""
-
-    def release_unit(unit: int) -> None:
-        saving.release_unit(unit)
-        saving.check_stopped()
-
     device.enter_thread()
     try:
-        write(release_unit)
+        write(saving.release_unit)
     except BaseException:
         if writer is None or not writer.whole:  # otherwise another rank was lost after the checkpoint was complete
             raise
@@ -241,13 +240,12 @@ def pack_client_state(client_state: dict[str, Any]) -> bytes:
             f"client_state is a {type(client_state).__name__}: pass a dict, such as {{'epoch': 3}}, which "
             "load_checkpoint() returns."
         )
-    packed = io.BytesIO()
     try:
-        torch.save(client_state, packed)
-        read_values(packed, Path(CLIENT_STATE))
+        packed = rng.pack(client_state)
+        read_values(io.BytesIO(packed), Path(CLIENT_STATE))
     except Exception as error:  # noqa: BLE001 - pickling runs any class's code
         raise CheckpointError(
             f"client_state cannot be saved for a safe load ({reason(error)}): use only tensors, numbers, strings, and "
             "lists, tuples and dicts of them"
         ) from None
-    return packed.getvalue()
+    return packed

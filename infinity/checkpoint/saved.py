@@ -17,12 +17,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from infinity.checkpoint import rng
+from infinity.checkpoint.archive import load_values
 from infinity.checkpoint.committed import open_shards
 from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Index, file_in, key, read_index, shape_of
-from infinity.checkpoint.pickles import load_values
 from infinity.checkpoint.rank_states import Shards
 from infinity.checkpoint.tensors import Spec, read_crc32, spec_of
-from infinity.checkpoint.tiles import place_of, read_state
 from infinity.comm.communicator import Communicator
 from infinity.errors import CheckpointError
 from infinity.inputs import open_input
@@ -105,12 +104,10 @@ PieceOf = Mapping[str, Piece]
 class SavedStates(Protocol):
     """The states of a training run after one step. Methods raise CheckpointError for what is missing or damaged."""
 
-    @property
-    def path(self) -> Path:
-        """The folder, for messages and callers."""
+    path: Path
+    """The folder, for messages and callers."""
+    index: Index
 
-    @property
-    def index(self) -> Index: ...
     def pieces(self, units: Iterable[Unit], model: nn.Module) -> PieceOf: ...
     def check(self, ranks: Communicator, *, verify: bool) -> None:
         """Check that all states can be read. verify: also compare checksums. Collective."""
@@ -146,11 +143,11 @@ class CheckpointFolder:
         if self.index.shards:
             return {kind.name: self._read_shards(piece, kind) for kind in kinds}
         with safe_open(self.path / self.index.parameters[piece.name].file, framework="pt") as tensors:
-            return {kind.name: read_state(tensors, key(kind.name, piece.name), kind, piece) for kind in kinds}
+            return {kind.name: _read_state(tensors, key(kind.name, piece.name), kind, piece) for kind in kinds}
 
     def _read_shards(self, piece: Piece, kind: StateKind) -> torch.Tensor:
         whole = self._shards.read(piece.name, kind).view(shape_of(kind, self.index.parameters[piece.name].shape))
-        return whole[place_of(kind, piece)].contiguous() if piece.place else whole
+        return whole[_place_of(kind, piece)].contiguous() if piece.place else whole
 
     @cached_property
     def _shards(self) -> Shards:
@@ -175,3 +172,20 @@ class CheckpointFolder:
 
     def generators(self, ranks: Communicator) -> dict[str, Any] | None:
         return rng.read_states(file_in(self.path, rng.FILE), ranks)
+
+
+def _read_state(tensors: Any, name: str, kind: StateKind, piece: Piece) -> torch.Tensor:
+    """Return a parameter's saved state in its saved shape. A tile is read without the rest of its tensor.
+
+    tensors: a file opened with `safe_open`. name: of the whole state in it.
+    """
+    if not piece.place:
+        whole: torch.Tensor = tensors.get_tensor(name)
+        return whole
+    part: torch.Tensor = tensors.get_slice(name)[_place_of(kind, piece)]
+    return part
+
+
+def _place_of(kind: StateKind, piece: Piece) -> Any:
+    """Return the index of a tile's values in a state of its tensor."""
+    return piece.place if kind.per == 1 else piece.blocks(kind.per)

@@ -1,35 +1,38 @@
 """Captures all of a checkpoint except the states of its units, at the call of save.
 
-Parts and settings of an engine that checkpoints read and write, and the comparison of settings before a load.
+Parts and settings of an engine that checkpoints read and write, and the checks of both before a save or a load.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from infinity.checkpoint import rng
-from infinity.checkpoint.format import CLIENT_STATE, Entry, Index, aliases_of_buffers, buffers_in_memory
+from infinity.checkpoint.format import CLIENT_STATE, Entry, Index, Progress, aliases_of_buffers, buffers_in_memory
 from infinity.comm.communicator import Communicator
 from infinity.comm.dtensor import is_distributed
 from infinity.comm.side import Place, SideChannel
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, ModelError
 from infinity.nn.pieces import Piece, Pieces
+from infinity.plan.formats import StateKind
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
-from infinity.rules import MomentFormat, RuleName
 from infinity.schedule.schedule import Schedule
 from infinity.tiers.device import Device
 from infinity.units.compiled import own_name
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 
 class Runner(Protocol):
@@ -41,20 +44,15 @@ class Runner(Protocol):
 class ModelParts(Protocol):
     """Parts of an engine that hold the states of its units."""
 
-    @property
-    def plan(self) -> Plan: ...
+    plan: Plan
+    ranks: Communicator
+    device: Device
+    states: UnitStates
+    store: UnitStore
+    schedule: Schedule
+
     @property
     def units(self) -> list[Unit]: ...
-    @property
-    def ranks(self) -> Communicator: ...
-    @property
-    def device(self) -> Device: ...
-    @property
-    def states(self) -> UnitStates: ...
-    @property
-    def store(self) -> UnitStore: ...
-    @property
-    def schedule(self) -> Schedule: ...
     @property
     def runner(self) -> Runner: ...
 
@@ -63,18 +61,8 @@ class ModelParts(Protocol):
 class Run:
     """Settings and progress of a training run. Loading compares the settings and restores the progress."""
 
-    optimizer: str
-    """Type of the optimizer, as in the config."""
-    rule: RuleName
-    moments: MomentFormat
-    seed: int
-    """Seed of the stochastic rounding of moments."""
-    global_steps: int
-    skipped_steps: int
-    param_groups: list[dict[str, Any]]
-    """Hyper-parameters by group, without the parameters."""
-    lr_scheduler: dict[str, Any] | None
-    loss_scale: dict[str, Any] | None
+    config: Config
+    progress: Progress
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -88,11 +76,12 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 def check_settings(run: Run, index: Index, folder: Path) -> None:
     """Raise CheckpointError if a saved value is of another kind than the present one. None is of every kind."""
-    pairs = zip(run.param_groups, index.param_groups, strict=True)
+    progress = run.progress
+    pairs = zip(progress.param_groups, index.param_groups, strict=True)
     for name, present, saved in (
         *((f"param_groups[{number}]", *pair) for number, pair in enumerate(pairs)),
-        ("lr_scheduler", run.lr_scheduler or {}, index.lr_scheduler or {}),
-        ("loss_scale", run.loss_scale or {}, index.loss_scale or {}),
+        ("lr_scheduler", progress.lr_scheduler or {}, index.lr_scheduler or {}),
+        ("loss_scale", progress.loss_scale or {}, index.loss_scale or {}),
     ):
         for key, value in saved.items():
             for problem in _problems(present.get(key), value, finite=name.startswith("param_groups")):
@@ -117,14 +106,6 @@ def _kind(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Divided:
-    """A parameter sharded by tensor parallelism: its global shape, and the place of each rank's part."""
-
-    shape: tuple[int, ...]
-    places: list[Place]
-
-
-@dataclass(frozen=True)
 class Snapshot:
     """All of a checkpoint except the states of its units, captured at the call of save."""
 
@@ -136,8 +117,8 @@ class Snapshot:
     """Persistent buffers; empty on ranks that do not write."""
     layouts: list[UnitLayout]
     """Units in the order in which they are saved."""
-    divided: dict[str, Divided]
-    """Parameters that tensor parallelism shards."""
+    divided: dict[str, list[Place]]
+    """Parameter that tensor parallelism shards → the place of each rank's part."""
     pieces: dict[str, Piece]
     """Saved parameters by name: the tensor of the index that each is, or of which it is a tile."""
     latest: bool
@@ -170,10 +151,17 @@ def capture(
             if entries.setdefault(piece.name, entry).step != step:
                 raise CheckpointError(f"tiles of {piece.name} had different numbers of updates: use all of them alike")
             if is_distributed(parameter):
-                divided[slot.name] = Divided(piece.shape, channel.of_model(parts.ranks.model.place(parameter)))
+                divided[slot.name] = channel.of_model(parts.ranks.model.place(parameter))
     generators = rng.pack_states(channel, parts.device.torch_device)
     return Snapshot(
-        index=_index(run, entries, {**_aliases(model, found, saved), **aliases_of_buffers(model)}),
+        index=Index(
+            parameters=entries,
+            file_bytes={},
+            optimizer=run.config.optimizer.type,
+            moments=run.config.infinity.moments,
+            aliases={**_aliases(model, found, saved), **aliases_of_buffers(model)},
+            **vars(run.progress),
+        ),
         raw={CLIENT_STATE: client_state, rng.FILE: generators},
         buffers=buffers_in_memory(model) if channel.writes else {},
         layouts=[layout for layout in _order(parts, channel) if any(slot.name in pieces for slot in layout.slots)],
@@ -209,16 +197,44 @@ def _aliases(model: nn.Module, found: Pieces, saved: Mapping[int, str]) -> dict[
     return {name: first for name, first in names if name != first}
 
 
-def _index(run: Run, entries: dict[str, Entry], aliases: dict[str, str]) -> Index:
-    return Index(
-        global_steps=run.global_steps,
-        parameters=entries,
-        file_bytes={},
-        optimizer=run.optimizer,
-        param_groups=run.param_groups,
-        lr_scheduler=run.lr_scheduler,
-        moments=run.moments,
-        skipped_steps=run.skipped_steps,
-        loss_scale=run.loss_scale,
-        aliases=aliases,
+def check_tiles(
+    model: nn.Module, layouts: Iterable[UnitLayout], kinds: Callable[[torch.dtype], Iterable[StateKind]] | None
+) -> None:
+    """Raise ModelError if tiles of a tensor differ in a property that checkpoints save once for the tensor.
+
+    kinds: dtype → the states of trained parameters; None for inference.
+    """
+    pieces, parameters = Pieces(model), dict(model.named_parameters())
+    first: dict[str, tuple[str, dict[str, Any]]] = {}
+    for layout in layouts:
+        for slot in layout.slots:
+            parameter = parameters.get(slot.name)
+            piece = pieces.of(slot.name, parameter) if parameter is not None else Piece(slot.name, slot.shape)
+            if not piece.place:
+                continue
+            if parameter is not None and is_distributed(parameter):
+                raise ModelError(
+                    f"{slot.name} is a DTensor and a tile of {piece.name}: shard nn.Linear instead of tiles"
+                )
+            shown = {"requires_grad": layout.trainable, "dtype": layout.dtype, "param_group": slot.group}
+            name, expected = first.setdefault(piece.name, (slot.name, shown))
+            if differs := [key for key in shown if shown[key] != expected[key]]:
+                raise ModelError(
+                    f"{name} and {slot.name} are tiles of {piece.name}, of which a checkpoint saves one {differs[0]}, "
+                    f"and they have {expected[differs[0]]} and {shown[differs[0]]}: treat them alike"
+                )
+            for kind in kinds(layout.dtype) if layout.trainable and kinds is not None else ():
+                if problem := block_problem(slot.name, piece, kind):
+                    raise ModelError(
+                        f"infinity.moments is '8bit', and {problem}. Let max_bytes choose the rows of tiles, without "
+                        f"in_splits ({kind.per} rows fit any width), or use moments in bf16 or fp32"
+                    )
+
+
+def block_problem(name: str, piece: Piece, kind: StateKind) -> str | None:
+    """Return the problem, for an error, if a tile cuts blocks of elements that share a value of a state; else None."""
+    if not piece.place or kind.per == 1 or piece.blocks(kind.per) is not None:
+        return None
+    return (
+        f"{name}, a tile of {piece.name}, begins or ends within one of its blocks of {kind.per} elements with a scale"
     )

@@ -150,9 +150,11 @@ def _header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None
     starts, end = {}, 0
     # Widest dtype first, since readers need each tensor aligned to its element size.
     for name in sorted(specs, key=lambda name: -specs[name].dtype.itemsize):
-        starts[name], end = end, end + specs[name].nbytes
-        offsets = (starts[name], end)
-        header[name] = {"dtype": _name(specs[name]), "shape": specs[name].shape, "data_offsets": offsets}
+        spec = specs[name]
+        if spec.dtype not in _NAMES:
+            raise CheckpointError(f"tensors of {spec.dtype} cannot be written")
+        starts[name], end = end, end + spec.nbytes
+        header[name] = {"dtype": _NAMES[spec.dtype], "shape": spec.shape, "data_offsets": (starts[name], end)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, starts
@@ -163,12 +165,6 @@ def _content(name: str, part: torch.Tensor, spec: Spec) -> memoryview:
         raise TypeError(f"a part of {name} is {part.dtype}, expected {spec.dtype}")
     content: memoryview = part.contiguous().view(-1).view(torch.uint8).numpy().data
     return content
-
-
-def _name(spec: Spec) -> str:
-    if spec.dtype not in _NAMES:
-        raise CheckpointError(f"tensors of {spec.dtype} cannot be written")
-    return _NAMES[spec.dtype]
 
 
 def spec_of(tensors: Any, name: str) -> Spec:

@@ -126,14 +126,11 @@ class Writer:
         write_bytes(self._partial / INDEX, index.to_json().encode())
         self._put_in_place()
         if latest:
-            self._update_latest()
+            with replacing(self._target.parent / LATEST) as file:
+                file.write_text(self._target.name, encoding="utf-8")
+                _sync(file)
+            _sync(self._target.parent)
         self.whole = True
-
-    def _update_latest(self) -> None:
-        with replacing(self._target.parent / LATEST) as latest:
-            latest.write_text(self._target.name, encoding="utf-8")
-            _sync(latest)
-        _sync(self._target.parent)
 
     def _put_in_place(self) -> None:
         """Rename the folder; if the tag exists, first rename the old one to a name that `find` also finds."""

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from infinity.errors import ConfigError, InfinityError
 from infinity.inputs import replacing
-from infinity.sizes import parse_size
+from infinity.sizes import format_size, parse_size
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 """Exit codes."""
@@ -161,12 +161,24 @@ def progress(shown: bool) -> Iterator[Step]:
         yield print_activity
 
 
-def size_of(option: str, text: str) -> int:
-    """Return the size in bytes; exit with an error if `text` is not a size."""
+def picture_formats() -> list[str]:
+    """Return the suffixes of picture files, without the dot; an empty list without matplotlib."""
     try:
-        return parse_size(text)
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError:
+        return []
+    return sorted(FigureCanvasAgg.get_supported_filetypes())
+
+
+def size_of(option: str, text: str, least: int = 0) -> int:
+    """Return the size in bytes; exit with an error if `text` is not a size, or less than `least`."""
+    try:
+        size = parse_size(text)
     except ValueError as error:
         fail(f"{option}: {error}", USAGE)
+    if size < least:
+        fail(f"{option} must be at least {format_size(least)}, not {format_size(size)}", USAGE)
+    return size
 
 
 def check_range(option: str, value: float, least: float, most: float) -> None:
@@ -180,7 +192,8 @@ def check_one_of(option: str, value: str, known: Sequence[str]) -> None:
         fail(f"{option} must be one of {', '.join(known)}, not {value!r}", USAGE)
 
 
-_IN_MEMORY = ("tmpfs", "ramfs")
+IN_MEMORY = ("tmpfs", "ramfs")
+"""Types of file systems whose files are in memory. Newer kernels accept `O_DIRECT` there, too."""
 
 
 def check_folders(paths: Sequence[Path]) -> None:
@@ -198,8 +211,10 @@ def check_folders(paths: Sequence[Path]) -> None:
         fail("--path lists one folder twice: pass each drive's folder once", USAGE)
 
 
-def check_output(option: str, file: Path) -> None:
-    """Exit with an error if `file` cannot be written."""
+def check_output(option: str, file: Path | None) -> None:
+    """Exit with an error if `file` cannot be written. None: the option is not given."""
+    if file is None:
+        return
     try:
         is_folder = stat.S_ISDIR(file.stat().st_mode)
     except FileNotFoundError:
@@ -229,6 +244,14 @@ def write_output(option: str, file: Path, text: str) -> str:
     return ""
 
 
+def write_out(file: Path, text: str) -> str:
+    """Write the file of --out, and tell so on stderr. Return the error text, or "" on success."""
+    problem = write_output("--out", file, text)
+    if not problem:
+        typer.echo(f"written to {printable(file)}", err=True)
+    return problem
+
+
 def file_system(path: Path) -> str:
     """Return the type of the file system of `path`, such as "ext4"."""
     import psutil
@@ -242,14 +265,9 @@ def file_system(path: Path) -> str:
     return str(max(enumerate(mounts), key=lambda each: (len(each[1].mountpoint), each[0]))[1].fstype)
 
 
-def in_memory(kind: str) -> bool:
-    """Return True if files of this file system type are in memory. Newer kernels accept `O_DIRECT` there, too."""
-    return kind in _IN_MEMORY
-
-
 def note_memory_folders(paths: Sequence[Path]) -> None:
     """Print a note for each folder on a file system in memory."""
     for path in paths:
         kind = file_system(path)
-        if in_memory(kind):
+        if kind in IN_MEMORY:
             note(f"{path} is on {kind}, which is memory: the results are those of memory, not of a drive")

@@ -9,7 +9,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import typer
@@ -27,8 +27,10 @@ from infinity.cli.console import (
     say_json,
     size_of,
 )
-from infinity.durable.condition import Condition, check_idle, condition, owned
+from infinity.durable.condition import Condition, condition, owned
+from infinity.durable.folder import check_unheld
 from infinity.errors import InfinityError
+from infinity.sizes import counted, show_bytes
 
 
 def run_export(
@@ -46,7 +48,6 @@ def run_export(
         fail("--max-shard-size must be more than 0 bytes", USAGE)
     with one_line_errors():
         from infinity.checkpoint.export import DTYPES, export
-        from infinity.sizes import counted, show_bytes
 
         if dtype is not None:
             check_one_of("--dtype", dtype, list(DTYPES))
@@ -61,9 +62,7 @@ def run_export(
                 verify=verify,
                 step=step,
             )
-        files = sorted(out.glob("*.safetensors"))
-        size = sum(file.stat().st_size for file in files)
-        say(f"{printable(out)}: {counted(len(files), 'file')}, {show_bytes(size)}")
+        _say_written(out, out.glob("*.safetensors"))
 
 
 def run_import(checkpoint: Path, out: Path, tag: str | None, optimizer: str | None) -> None:
@@ -71,15 +70,17 @@ def run_import(checkpoint: Path, out: Path, tag: str | None, optimizer: str | No
     with one_line_errors():
         from infinity.deepspeed.importer.convert import import_deepspeed
         from infinity.rules import RULES
-        from infinity.sizes import counted, show_bytes
 
         if optimizer is not None:
             check_one_of("--optimizer", optimizer, [rule.type for rule in RULES.values()])
         with progress(shown=True) as step:
             folder = import_deepspeed(checkpoint, out, tag=tag, optimizer=optimizer, step=step)
-        files = [file for file in folder.iterdir() if file.is_file()]
-        size = sum(file.stat().st_size for file in files)
-        say(f"{printable(folder)}: {counted(len(files), 'file')}, {show_bytes(size)}")
+        _say_written(folder, filter(Path.is_file, folder.iterdir()))
+
+
+def _say_written(folder: Path, files: Iterable[Path]) -> None:
+    sizes = [file.stat().st_size for file in files]
+    say(f"{printable(folder)}: {counted(len(sizes), 'file')}, {show_bytes(sum(sizes))}")
 
 
 def run(folder: Path, check: bool, as_json: bool) -> None:
@@ -90,7 +91,7 @@ def run(folder: Path, check: bool, as_json: bool) -> None:
     with one_line_errors():
         try:
             with owned(folder) as held:
-                check_idle(folder)
+                check_unheld(folder)
                 found = condition(held, folder, verify=check)
         except InfinityError as error:
             fail(error, USAGE)

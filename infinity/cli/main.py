@@ -215,30 +215,10 @@ def run_script(
     Options stand before SCRIPT. The torchrun command is printed to stderr.
     With several hosts, one command per host is printed and none is started.
     """
+    options = dict(locals())
     from infinity.cli.run import Flags, run
 
-    run(
-        Flags(
-            script=script,
-            arguments=tuple(arguments or ()),
-            hostfile=hostfile,
-            include=include,
-            exclude=exclude,
-            num_nodes=num_nodes,
-            num_gpus=num_gpus,
-            master_addr=master_addr,
-            master_port=master_port,
-            node_rank=node_rank,
-            no_ssh=no_ssh,
-            force_multi=force_multi,
-            module=module,
-            no_python=no_python,
-            no_local_rank=no_local_rank,
-            each_rank_log=each_rank_log,
-            log_level="error" if quiet else log_level,
-            dry_run=dry_run,
-        )
-    )
+    run(Flags(**options))
 
 
 @app.command()
@@ -412,36 +392,10 @@ def plan(
     infinity plan --num-layers 50 --hidden-size 4096 --num-attention-heads 32 --checkpoint-activations \\
         --gpus 1 --device-memory 32GiB --host-memory 192GiB --nvme 1TB
     """
-    from infinity.cli.console import one_line_errors
-    from infinity.cli.plan import flags_of, run
+    options = dict(locals())
+    from infinity.cli.plan import Flags, run
 
-    with one_line_errors():
-        flags = flags_of(
-            num_layers=num_layers,
-            hidden_size=hidden_size,
-            num_attention_heads=num_attention_heads,
-            vocab_size=vocab_size,
-            seq_length=seq_length,
-            batch_size=batch_size,
-            untie_embeddings_and_output_weights=untie_embeddings_and_output_weights,
-            checkpoint_activations=checkpoint_activations,
-            model=model,
-            config=config,
-            train_batch=train_batch,
-            bandwidths=bandwidths,
-            gpus=gpus,
-            nodes=nodes,
-            device_memory=device_memory,
-            host_memory=host_memory,
-            nvme=nvme,
-            endurance=endurance,
-            tile=tile,
-            this_machine=this_machine,
-            max_model=max_model,
-            trace=trace,
-            as_json=as_json,
-        )
-    run(flags)
+    run(Flags(**options))
 
 
 @app.command("timeline")

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import typer
@@ -45,12 +44,17 @@ _PROCESS = 10**9
 
 @dataclass(frozen=True)
 class Flags:
-    """Flags of the command. None: not given."""
+    """The command's options, under their names in `infinity.cli.main`. None: not given."""
 
-    shape: GPT2Config
-    model: Path | None
+    num_layers: int | None
+    hidden_size: int | None
+    num_attention_heads: int | None
+    vocab_size: int | None
     seq_length: int | None
     batch_size: int | None
+    untie_embeddings_and_output_weights: bool
+    checkpoint_activations: bool
+    model: Path | None
     config: Path | None
     train_batch: bool
     bandwidths: Path | None
@@ -66,27 +70,47 @@ class Flags:
     trace: Path | None
     as_json: bool
 
+    def shape(self) -> GPT2Config:
+        """Return GPT-2's shape. Raises ConfigError for an invalid one.
+
+        Exits with an error if a folder of a model and a shape are given.
+        """
+        names = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.model is not None and (given.keys() - {"seq_length"} or self.max_model):
+            fail("--model describes the shape: leave out the flags of GPT-2's shape, and --max-model")
+        if self.max_model and self.num_layers is not None:
+            fail("--max-model finds the number of layers: leave out --num-layers")
+        return GPT2Config(
+            **given,
+            tie_word_embeddings=not self.untie_embeddings_and_output_weights,
+            checkpoint_activations=self.checkpoint_activations,
+        )
+
 
 def run(flags: Flags) -> None:
     """Print the prediction. Exits with 1 if the model does not fit."""
     with one_line_errors(), warnings_as_notes():
+        shape = flags.shape()
         timed = {"--bandwidths": flags.bandwidths, "--endurance": flags.endurance, "--trace": flags.trace}
         for option, value in timed.items():
             if value is not None and flags.bandwidths is None:
                 fail(f"{option} needs the seconds of a step: give --bandwidths")
         if flags.trace is not None:
             check_output("--trace", flags.trace)
-        config, machine, links = _config(flags), _machine(flags), _links(flags)
+        config, machine = _config(flags), _machine(flags)
+        links = None if flags.bandwidths is None else Links.read(flags.bandwidths)
         if flags.max_model:
-            _say_largest(flags, config, machine, links)
+            _say_largest(flags, shape, config, machine, links)
             return
+        is_measured = flags.this_machine and not machine.gpus and links is not None
         endurance = None if flags.endurance is None else size_of("--endurance", flags.endurance)
         found = predict(
-            _maker(flags),
+            _maker(flags, shape),
             config,
             machine,
             links,
-            _times(flags, machine, links),
+            MeasuredTimes() if is_measured else None,
             train_batch=flags.train_batch,
             endurance=endurance,
         )
@@ -99,11 +123,11 @@ def run(flags: Flags) -> None:
     raise typer.Exit(FAILED if found.needs.limits else 0)
 
 
-def _maker(flags: Flags) -> Callable[[], PlannedModel]:
+def _maker(flags: Flags, shape: GPT2Config) -> Callable[[], PlannedModel]:
     folder, tile_bytes = flags.model, _tile_bytes(flags)
     if folder is None:
-        return lambda: gpt2(flags.shape, tile_bytes)
-    checkpoint = flags.shape.checkpoint_activations
+        return lambda: gpt2(shape, tile_bytes)
+    checkpoint = flags.checkpoint_activations
     return lambda: of_transformers(folder, sequence=flags.seq_length, checkpoint=checkpoint, tile_bytes=tile_bytes)
 
 
@@ -148,28 +172,18 @@ def _machine(flags: Flags) -> Machine:
     return Machine(nodes=flags.nodes, gpus=flags.gpus, **sizes)
 
 
-def _links(flags: Flags) -> Links | None:
-    file = flags.bandwidths
-    return None if file is None else Links.read(file)
-
-
-def _times(flags: Flags, machine: Machine, links: Links | None) -> MeasuredTimes | None:
-    """Return the times of operations on this machine, if the plan is for its processors and has seconds."""
-    return MeasuredTimes() if flags.this_machine and not machine.gpus and links is not None else None
-
-
-def _say_largest(flags: Flags, config: Config, machine: Machine, links: Links | None) -> None:
+def _say_largest(flags: Flags, shape: GPT2Config, config: Config, machine: Machine, links: Links | None) -> None:
     baseline = links.baseline_rss if links is not None else 0
     tile_bytes = _tile_bytes(flags)
 
     def make(layers: int) -> PlannedModel:
-        return gpt2(replace(flags.shape, num_layers=layers), tile_bytes)
+        return gpt2(replace(shape, num_layers=layers), tile_bytes)
 
     found = largest(make, config, machine, baseline, train_batch=flags.train_batch)
-    width, limits = flags.shape.hidden_size, " and ".join(map(memory_name, found.limits))
+    width, limits = shape.hidden_size, " and ".join(map(memory_name, found.limits))
     if not found.blocks:
         fail(f"no GPT-2 of width {width} fits: one layer exceeds {limits}")
-    parameters = replace(flags.shape, num_layers=found.blocks).num_parameters
+    parameters = replace(shape, num_layers=found.blocks).num_parameters
     if flags.as_json:
         counts = {"num_layers": found.blocks, "hidden_size": width, "parameters": parameters}
         say_json({**counts, "limits": found.limits})
@@ -242,22 +256,3 @@ def _moved(found: Prediction, seen: Simulation) -> Iterator[str]:
 
 def _cell(nbytes: int) -> str:
     return show_bytes(nbytes) if nbytes else "–"
-
-
-def flags_of(**given: Any) -> Flags:
-    """Return the flags of the command's arguments. Raises ConfigError for an invalid shape.
-
-    Exits with an error if a folder of a model and a shape are given.
-    """
-    names = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length")
-    shape = {name: given[name] for name in names if given[name] is not None}
-    if given["model"] is not None and (shape.keys() - {"seq_length"} or given["max_model"]):
-        fail("--model describes the shape: leave out the flags of GPT-2's shape, and --max-model")
-    if given["max_model"] and given["num_layers"] is not None:
-        fail("--max-model finds the number of layers: leave out --num-layers")
-    default = GPT2Config(
-        tie_word_embeddings=not given.pop("untie_embeddings_and_output_weights"),
-        checkpoint_activations=given.pop("checkpoint_activations"),
-    )
-    flags = {name: value for name, value in given.items() if name not in names[:-1]}
-    return Flags(shape=replace(default, **shape), **flags)

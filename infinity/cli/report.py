@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity import __version__
-from infinity.cli.console import file_system, in_memory, printable
+from infinity.cli.console import IN_MEMORY, file_system, printable
 from infinity.errors import InfinityError, StorageError
 from infinity.sizes import format_size, show_bytes
 
@@ -69,14 +69,10 @@ def _guarded(section: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return section()
     except Exception as error:  # noqa: BLE001 - the report shows any error
-        return {"error": " ← ".join(f"{type(e).__name__}: {e}" for e in _chain(error))}
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    link: BaseException | None = error
-    while link is not None:
-        yield link
-        link = link.__cause__
+        chain: list[BaseException] = [error]
+        while (cause := chain[-1].__cause__) is not None:
+            chain.append(cause)
+        return {"error": " ← ".join(f"{type(e).__name__}: {e}" for e in chain)}
 
 
 def _versions() -> dict[str, Any]:
@@ -237,7 +233,7 @@ def _folder(path: Path, *, needed: bool) -> dict[str, Any]:
         free = status.f_bavail * status.f_frsize
         return {
             "file system": kind,
-            **({"note": "memory, not a drive"} if in_memory(kind) else {}),
+            **({"note": "memory, not a drive"} if kind in IN_MEMORY else {}),
             "O_DIRECT": direct,
             "anonymous files": _anonymous(path),
             "free": f"{free / 1e9:.1f} GB" if free >= 1e9 else show_bytes(free),

@@ -33,40 +33,43 @@ _SIGNALLED = 128
 
 @dataclass(frozen=True)
 class Flags:
-    """The command's options and arguments; see its help."""
+    """The command's options and arguments, under their names in `infinity.cli.main`; see its help."""
 
     script: str
-    arguments: tuple[str, ...]
-    hostfile: Path | None
-    include: str
-    exclude: str
-    num_nodes: int
+    arguments: list[str] | None
     num_gpus: int
-    master_addr: str
-    master_port: int | None
-    node_rank: int
-    no_ssh: bool
-    force_multi: bool
+    dry_run: bool
     module: bool
     no_python: bool
     no_local_rank: bool
     each_rank_log: str
     log_level: str
-    dry_run: bool
+    quiet: bool
+    include: str
+    exclude: str
+    master_addr: str
+    master_port: int | None
+    hostfile: Path | None
+    num_nodes: int
+    node_rank: int
+    no_ssh: bool
+    no_ssh_check: bool
+    force_multi: bool
 
 
 def run(flags: Flags) -> None:
     """Run the command; see its help. Returns if all ranks ended with status 0."""
-    check_one_of("--log_level", flags.log_level, _LOG_LEVELS)
+    level = "error" if flags.quiet else flags.log_level
+    check_one_of("--log_level", level, _LOG_LEVELS)
     with one_line_errors():
         try:
             request = _request(flags)
             launch = translate(request, _this_machine())
-            if launch.here is not None:
-                _check_script(request)
+            if launch.here is not None and request.program.kind is Kind.SCRIPT:
+                _check_script(request.program.name)
         except ConfigError as error:
             fail("; ".join(error.problems), USAGE)
-        if flags.dry_run or launch.here is None or flags.log_level in _SHOWING:
+        if flags.dry_run or launch.here is None or level in _SHOWING:
             _show(launch)
         if flags.dry_run:
             return
@@ -96,7 +99,7 @@ def _request(flags: Flags) -> Request:
         raise ConfigError("--module and --no_python cannot be combined: remove one of them")
     kind = Kind.MODULE if flags.module else Kind.EXECUTABLE if flags.no_python else Kind.SCRIPT
     request = Request(
-        Program(flags.script, flags.arguments, kind, local_rank=not flags.no_local_rank),
+        Program(flags.script, tuple(flags.arguments or ()), kind, local_rank=not flags.no_local_rank),
         hosts=_read_hosts(flags.hostfile),
         include=flags.include,
         exclude=flags.exclude,
@@ -141,13 +144,10 @@ def _this_machine() -> Machine:
     )
 
 
-def _check_script(request: Request) -> None:
+def _check_script(name: str) -> None:
     """Refuse a script that does not exist before ranks are started."""
-    program = request.program
-    if program.kind is Kind.SCRIPT and not Path(program.name).exists():
-        raise ConfigError(
-            f"the script {program.name} does not exist: pass an existing file, after all options of infinity run"
-        )
+    if not Path(name).exists():
+        raise ConfigError(f"the script {name} does not exist: pass an existing file, after all options of infinity run")
 
 
 def _start(arguments: list[str]) -> None:

@@ -12,7 +12,19 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from infinity.cli.console import GRID, INK, MUTED, USAGE, check_output, fail, one_line_errors, printable, say, say_json
+from infinity.cli.console import (
+    GRID,
+    INK,
+    MUTED,
+    USAGE,
+    check_output,
+    fail,
+    one_line_errors,
+    picture_formats,
+    printable,
+    say,
+    say_json,
+)
 from infinity.cli.trace_file import Trace, read_trace
 from infinity.observe.timeline import LANES, Interval, seconds, union
 from infinity.sizes import show_bytes
@@ -31,8 +43,6 @@ def run(file: Path, png: Path | None, as_json: bool) -> None:
         trace = read_trace(file)
         found = lanes(trace)
         if png is not None:
-            from infinity.cli.timeline import draw
-
             draw(png, trace, title=printable(file.name))
         if as_json:
             say_json({"steps": len(trace.steps), "seconds": trace.seconds, "lanes": found})
@@ -41,11 +51,9 @@ def run(file: Path, png: Path | None, as_json: bool) -> None:
 
 
 def _check_drawable(png: Path) -> None:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-    except ImportError:
+    formats = picture_formats()
+    if not formats:
         fail("--png needs matplotlib, which is missing: pip install matplotlib", USAGE)
-    formats = sorted(FigureCanvasAgg.get_supported_filetypes())
     if png.suffix.removeprefix(".").lower() not in formats:
         fail(f"--png {png} has no suffix of a picture: end it in one of {', '.join(formats)}", USAGE)
 

@@ -23,9 +23,16 @@ from infinity.comm.agreement.announcements import Announcement, Operation, flag_
 from infinity.comm.agreement.announcer import Announcer
 from infinity.comm.agreement.comparison import disagreement
 from infinity.comm.dtensor import TensorParallelMesh
-from infinity.comm.groups import Group, OnDevice, backend_of, data_parallel, destroy_group, duplicate_group
-from infinity.comm.liveness.heartbeat import RANK_TIMEOUT
-from infinity.comm.liveness.heartbeats import Heartbeats
+from infinity.comm.groups import (
+    Group,
+    OnDevice,
+    backend_of,
+    data_parallel,
+    destroy_group,
+    duplicate_group,
+    gather_objects,
+)
+from infinity.comm.liveness.heartbeat import RANK_TIMEOUT, Heartbeats
 from infinity.comm.pairs import PairwiseCollectives
 from infinity.comm.thread import CollectiveThread
 from infinity.errors import RanksError
@@ -79,7 +86,8 @@ class Communicator:
         self.backend = ""
         self._met = False
         self.replicas = data_parallel(group)
-        self._mesh = TensorParallelMesh()
+        self.model = TensorParallelMesh()
+        """The model-parallel ranks of this replica."""
         if self.replicas is not None:
             self.rank, self.size = dist.get_rank(self.replicas), dist.get_world_size(self.replicas)
             self.backend = backend_of(self.replicas, device.torch_device)
@@ -122,11 +130,6 @@ class Communicator:
         return 0 if self.is_single else self._announcer.exchanges
 
     @property
-    def model(self) -> TensorParallelMesh:
-        """The model-parallel ranks of this replica."""
-        return self._mesh
-
-    @property
     def info(self) -> RankInfo:
         """Return the properties of the ranks that a plan depends on."""
         return RankInfo(self.size, self.shards, self.backend, self.model.size)
@@ -152,7 +155,7 @@ class Communicator:
 
         Not a constructor argument: this object sends the errors of reading the model to the other ranks.
         """
-        self._mesh = mesh
+        self.model = mesh
         if mesh.size > 1:
             self._heartbeats.connect(mesh)
 
@@ -228,7 +231,7 @@ class Communicator:
         with suppress(RanksError):
             # Ranks that are not there yet compare lines next: this rank takes part in that exchange with its error.
             if self._met:
-                self._together(Operation.GIVE_UP, 0, lambda: None)
+                self._together(Announcement(Operation.GIVE_UP), lambda: None)
             else:
                 self.check_consistent([])
 
@@ -294,24 +297,15 @@ class Communicator:
                 destroy_group(each)
             del self._host, self._pairs  # the last references, which keep connections open
 
-    def _together(
-        self,
-        operation: Operation,
-        length: int,
-        work: Callable[..., _Result],
-        *arguments: Any,
-        unit: int | None = None,
-    ) -> _Result:
+    def _together(self, announced: Announcement, work: Callable[..., _Result], *arguments: Any) -> _Result:
         """Return `work(*arguments)`, run on the thread of collectives, once all ranks issue it alike."""
-        announced = Announcement(operation, unit, length)
         with self._device.recorder.wait("reduce", "collectives"):
             return self._thread.submit(self._agreed, announced, set(), work, *arguments).result()
 
     def begin(self, call: Announcement) -> None:
         """Wait until all ranks have begun the same call. Raises RanksError on all ranks if one does something else."""
         if not self.is_single:
-            with self._device.recorder.wait("reduce", "collectives"):
-                self._thread.submit(self._agreed, call, set(), lambda: None).result()
+            self._together(call, lambda: None)
 
     def shard(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a flat tensor: a view (numel / shards,)."""
@@ -365,7 +359,7 @@ class Communicator:
     def complete(self, flat: torch.Tensor) -> None:
         """All-gather `flat` (numel,) in place, in host memory. This rank's shard must be valid."""
         if not self.is_single and self._sharded:
-            self._together(Operation.ALL_GATHER_STATE, flat.numel(), self._complete, flat)
+            self._together(Announcement(Operation.ALL_GATHER_STATE, length=flat.numel()), self._complete, flat)
 
     def _complete(self, flat: torch.Tensor) -> None:
         there = flat.to(self._device.torch_device)
@@ -379,7 +373,7 @@ class Communicator:
             reached = self._device.compute_reached()
             # A unit names its length already; ranks that broadcast it from different sources must be found, too.
             length = flat.numel() if unit is None else source
-            self._together(Operation.BROADCAST, length, self._broadcast, flat, source, reached, unit=unit)
+            self._together(Announcement(Operation.BROADCAST, unit, length), self._broadcast, flat, source, reached)
 
     def _broadcast(self, flat: torch.Tensor, source: int, reached: Transfer) -> None:
         self._device.await_copy(reached)
@@ -398,7 +392,8 @@ class Communicator:
         if self.is_single or not self._sharded:
             return members
         flags = pack_flags(members, flag_words(len(self._units)))
-        said = self._together(operation, len(flags), lambda: self._pairs.all_gather_ints(flags))
+        announced = Announcement(operation, length=len(flags))
+        said = self._together(announced, lambda: self._pairs.all_gather_ints(flags))
         return set().union(*map(unpack_flags, said))
 
     def sum(self, value: float) -> float:
@@ -409,7 +404,7 @@ class Communicator:
         """Return the sum of each number, in one exchange. operation: purpose of the sum."""
         if self.is_single:
             return values
-        return self._together(operation, len(values), self._sum, values)
+        return self._together(Announcement(operation, length=len(values)), self._sum, values)
 
     def sums_later(self, values: Callable[[], tuple[float, ...]]) -> Future[tuple[float, ...]]:
         """Return the future `sums` of what `values` returns in the thread of collectives, on several ranks."""
@@ -435,13 +430,11 @@ class Communicator:
         """
         if self.is_single:
             return self.model.gather(mine)
-        found: list[Any] = self._together(operation, 1, self._gather_objects, mine)
+        found: list[Any] = self._together(Announcement(operation, length=1), self._gather_objects, mine)
         return [each for column in self.model.gather(found) for each in column]
 
     def _gather_objects(self, mine: Any) -> list[Any]:
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, mine, group=self._host)
-        return found
+        return gather_objects(mine, self._host)
 
     def sum_over_shards(self, *values: float) -> tuple[float, ...]:
         """Return the sum of each fp64 number over shards, in rank order, in one exchange."""
@@ -449,7 +442,7 @@ class Communicator:
 
     def barrier(self) -> None:
         if not self.is_single:
-            self._together(Operation.BARRIER, 0, lambda: dist.barrier(self._host))
+            self._together(Announcement(Operation.BARRIER), lambda: dist.barrier(self._host))
 
     def close(self) -> None:
         """Leave the groups. Ranks that still wait for this one fail when their connections close."""

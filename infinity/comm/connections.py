@@ -21,16 +21,10 @@ _opened: dict[dist.ProcessGroup, _Sockets] = {}
 """Sockets of the engine's own gloo groups."""
 
 
-class Opening:
-    """Sockets that this process opens from now on."""
-
-    def __init__(self) -> None:
-        self._before = _open_sockets()
-
-    def belongs_to(self, group: dist.ProcessGroup) -> None:
-        """Attribute those opened since then to `group`."""
-        # gloo connects while a group is constructed, so the difference has its sockets.
-        _opened[group] = _open_sockets() - self._before
+def note(group: dist.ProcessGroup, before: _Sockets) -> None:
+    """Attribute the sockets to `group` that were opened since `before`, a result of `open_sockets`."""
+    # gloo connects while a group is constructed, so the difference has its sockets.
+    _opened[group] = open_sockets() - before
 
 
 def forget(group: dist.ProcessGroup) -> None:
@@ -72,7 +66,8 @@ def _connected(sockets: _Sockets) -> Iterator[socket.socket]:
                     yield each
 
 
-def _open_sockets() -> _Sockets:
+def open_sockets() -> _Sockets:
+    """Return the sockets of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile, as the listing's own

@@ -12,6 +12,7 @@ model's thread, like the model's own, so that both have one order.
 from __future__ import annotations
 
 import sys
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from infinity.comm.groups import new_group, timeout_of
+from infinity.comm.groups import gather_objects, new_group, timeout_of
 from infinity.errors import ModelError
 from infinity.sizes import sum_in_order
 
@@ -192,10 +193,7 @@ class TensorParallelMesh:
         found = [mine]
         for dim in range(self._mesh.ndim if self._mesh is not None else 0):
             assert self._mesh is not None
-            group = self._mesh.get_group(dim)
-            columns: list[Any] = [None] * group.size()
-            dist.all_gather_object(columns, found, group=group)
-            found = [each for column in columns for each in column]
+            found = list(chain(*gather_objects(found, self._mesh.get_group(dim))))
         return found
 
     def whole(self, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -78,13 +78,13 @@ def new_group(ranks: list[int] | None, timeout: timedelta | None, backend: str) 
     Raises RanksError if they have not connected within `timeout`.
     """
     # Before the group connects, since its sockets are those opened from here on.
-    opening = connections.Opening()
+    before = connections.open_sockets()
     with connecting():
         made: dist.ProcessGroup = dist.new_group(
             ranks, timeout=timeout, backend=backend, use_local_synchronization=ranks is not None
         )
     if backend == "gloo":
-        opening.belongs_to(made)
+        connections.note(made, before)
     return made
 
 
@@ -109,10 +109,9 @@ def _count_alike(group: dist.ProcessGroup) -> None:
     would give it different names, and deadlock.
     """
     names = _names()
-    known: list[int] = [0] * dist.get_world_size(group)
-    dist.all_gather_object(known, len(names), group=group)
+    most = max(gather_objects(len(names), group))
     # Placeholders: they take a number and have no connections.
-    while len(names) < max(known):
+    while len(names) < most:
         _occupy(f"infinity-{len(names)}")
 
 
@@ -141,6 +140,13 @@ def _occupy(name: str) -> None:
     _names()[dist.ProcessGroup(0, 1)] = name  # type: ignore[call-arg]
 
 
+def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """All-gather a small object over the ranks of `group`, by rank."""
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
 class OnDevice:
     """Asynchronous collectives of `group`, which `device` executes after the calls return."""
 
@@ -157,21 +163,11 @@ class OnDevice:
         backend.abort()
 
 
-class Store(Protocol):
-    """The methods of torch's stores that are used here."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-
-def store_of(group: dist.ProcessGroup) -> Store:
+def store_of(group: dist.ProcessGroup) -> dist.distributed_c10d.Store:
     """Return a store of the ranks of `group`, on a connection of its own if torch can make one."""
     store = dist.distributed_c10d._world.pg_map[group][1]
     clone = getattr(store, "clone", None)  # a wait for a key blocks its connection
-    return cast(Store, store if clone is None else clone())
+    return cast(dist.distributed_c10d.Store, store if clone is None else clone())
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

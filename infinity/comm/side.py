@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from infinity.comm.agreement.comparison import failed_collective
 from infinity.comm.communicator import Communicator
-from infinity.comm.groups import destroy_group, duplicate_group
+from infinity.comm.groups import destroy_group, duplicate_group, gather_objects
 from infinity.comm.thread import CollectiveThread
 from infinity.errors import InfinityError, RanksError
 
@@ -144,8 +144,7 @@ class SideChannel:
         """All-gather a small object over all ranks; data-parallel ranks vary fastest."""
         found = [mine]
         if self._replicas is not None:
-            found = [None] * self._replicas.size()
-            dist.all_gather_object(found, mine, group=self._replicas)
+            found = gather_objects(mine, self._replicas)
         return [each for column in self._of_model(found) for each in column]
 
     @_exchange
@@ -154,11 +153,7 @@ class SideChannel:
         return self._of_model(mine)
 
     def _of_model(self, mine: Any) -> list[Any]:
-        if self._model is None:
-            return [mine]
-        found = [None] * self._model.size()
-        dist.all_gather_object(found, mine, group=self._model)
-        return found
+        return [mine] if self._model is None else gather_objects(mine, self._model)
 
     def close(self) -> None:
         """Leave the groups. No exchange may be in progress, unless its thread was given up."""

@@ -45,32 +45,27 @@ def _size(value: object) -> int:
     return parse_size(value)  # type: ignore[arg-type]  # raises for any other type
 
 
-def positive_size(value: object) -> int:
-    """Return a size in bytes."""
-    size = _size(value)
+def _size_or_auto(value: object) -> int | Literal["auto"]:
+    if not isinstance(value, str) or value.lower() != "auto":
+        return _size(value)
+    if value != "auto":
+        raise ValueError(f'write "auto" in lower case, not {show(value)}')
+    return "auto"
+
+
+def _positive_size_or_auto(value: object) -> int | Literal["auto"]:
+    size = _size_or_auto(value)
     if size == 0:
         raise ValueError("must be more than 0, not 0")
     return size
 
 
-def size_or_auto(value: object) -> int | Literal["auto"]:
-    """Return a size in bytes, or "auto". Called outside of the field's union, so that an invalid value gives one
-    problem instead of one for each member.
-    """
-    return _auto(value) or _size(value)
-
-
-def positive_size_or_auto(value: object) -> int | Literal["auto"]:
-    """Return a size above 0 in bytes, or "auto"."""
-    return _auto(value) or positive_size(value)
-
-
-def _auto(value: object) -> Literal["auto"] | None:
-    if not isinstance(value, str) or value.lower() != "auto":
-        return None
-    if value != "auto":
-        raise ValueError(f'write "auto" in lower case, not {show(value)}')
-    return "auto"
+def _tile_or_auto(value: object) -> int | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value % 1:
+        raise ValueError(f'must be a whole number of elements from 1, or "auto", not {show(value)}')
+    return aligned(int(value), "elements")
 
 
 def _dtype(value: object) -> object:
@@ -133,5 +128,9 @@ Beta: TypeAlias = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)]
 Threads: TypeAlias = Annotated[Count, Field(le=64)]
 Size: TypeAlias = Annotated[int, BeforeValidator(_size), Field(gt=0), IN_BYTES]
 SizeOrZero: TypeAlias = Annotated[int, BeforeValidator(_size), IN_BYTES]
+# Validated outside of the union, so that an invalid value gives one problem instead of one for each member.
+SizeOrAuto: TypeAlias = Annotated[Literal["auto"] | Size, BeforeValidator(_positive_size_or_auto)]
+SizeOrZeroOrAuto: TypeAlias = Annotated[Literal["auto"] | SizeOrZero, BeforeValidator(_size_or_auto)]
+TileOrAuto: TypeAlias = Annotated[Literal["auto"] | Count, BeforeValidator(_tile_or_auto)]
 DType: TypeAlias = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype)]
 Folders: TypeAlias = Annotated[tuple[Path, ...], BeforeValidator(_folders)]

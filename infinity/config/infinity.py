@@ -7,18 +7,15 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from infinity.config.fields import (
-    Count,
     CountOrZero,
     Fraction,
     Number,
     Section,
     Size,
-    SizeOrZero,
+    SizeOrAuto,
+    SizeOrZeroOrAuto,
     Switch,
-    aligned,
-    positive_size_or_auto,
-    show,
-    size_or_auto,
+    TileOrAuto,
 )
 from infinity.config.storage import Activations
 
@@ -45,7 +42,7 @@ class Memory(Section):
     allows; without `device`, none. A share that does not fit is refused. No effect on the CPU, whose memory is the
     host's. Without Infinity's kernels for the device, an update there rounds as torch's operations do."""
 
-    host: Literal["auto"] | Size | None = None
+    host: SizeOrAuto | None = None
     """Limit on the bytes of a node's host memory for states and buffers; a plan that needs more is refused. States that
     `offload_*` places on nvme stay in host memory as far as there is room: first parameters, then optimizer states,
     then gradients; with several micro-batches, gradients before optimizer states; on the CPU with one micro-batch,
@@ -57,14 +54,9 @@ class Memory(Section):
     """Number of parameters of each rank that stay in host memory although `offload_param` places them on nvme. With
     `host`, no more than there is room for."""
 
-    nvme: Literal["auto"] | Size | None = None
+    nvme: SizeOrAuto | None = None
     """Limit on the bytes of states in a node's `nvme_path`; a plan that needs more is refused. `auto`: the free space
     less 5 %. By default, all of it."""
-
-    @field_validator("host", "nvme", mode="before")
-    @classmethod
-    def _positive_size_or_auto(cls, value: object) -> object:
-        return None if value is None else positive_size_or_auto(value)
 
 
 class Infinity(Section):
@@ -76,25 +68,25 @@ class Infinity(Section):
     activations: Activations = Activations.model_construct()
     """Tier of the tensors that autograd saves."""
 
-    unit_size: Literal["auto"] | Size = "auto"
+    unit_size: SizeOrAuto = "auto"
     """Largest part of the model, in bytes of parameters, that becomes one unit. Repeated blocks are units of their own.
     Layers below a 64th of it join the unit of their parent. `auto`: 64MiB, or more on a device with memory of its own
     or with `memory.device`: the size of the largest repeated block, up to a 16th of that memory."""
 
-    prefetch_bytes: Literal["auto"] | SizeOrZero = "auto"
+    prefetch_bytes: SizeOrZeroOrAuto = "auto"
     """Bytes of parameters fetched ahead of their use; 0: no prefetching. `auto`: the next four units, or as many as a
     repeated block has if that is more; fewer if their buffers exceed half of the device memory that states and
     gradients leave."""
 
-    read_ahead_bytes: Literal["auto"] | SizeOrZero = "auto"
+    read_ahead_bytes: SizeOrZeroOrAuto = "auto"
     """Bytes of parameters on nvme that are read into host memory before a buffer on the GPU is free for them. `auto`:
     twice the largest unit's shard; 0: none. No effect if the CPU computes: nvme is read into the buffers of units."""
 
-    cache_bytes: Literal["auto"] | SizeOrZero = "auto"
+    cache_bytes: SizeOrZeroOrAuto = "auto"
     """Bytes of parameters cached on the device that computes, in addition to those prefetched. Cached units are not
     read again in every pass. `auto`: all units if they fit in 16 MiB, else none."""
 
-    tile_size: Literal["auto"] | Count = "auto"
+    tile_size: TileOrAuto = "auto"
     """Elements that the update reads, computes and writes at a time, a multiple of 4096. `auto`: 1048576 with the
     optimizer's states on nvme; a whole unit with states in memory, where tiles need no buffers."""
 
@@ -168,23 +160,3 @@ class Infinity(Section):
         if not value or value.startswith(".") or "/" in value or "\0" in value:
             raise ValueError(f"must be the name of a folder, without a slash or a dot at the start, not {value!r}")
         return value
-
-    @field_validator("prefetch_bytes", "read_ahead_bytes", "cache_bytes", mode="before")
-    @classmethod
-    def _size_or_auto(cls, value: object) -> object:
-        return size_or_auto(value)
-
-    @field_validator("unit_size", mode="before")
-    @classmethod
-    def _positive_size_or_auto(cls, value: object) -> object:
-        return positive_size_or_auto(value)
-
-    @field_validator("tile_size", mode="before")
-    @classmethod
-    def _count_or_auto(cls, value: object) -> object:
-        # Outside the union, for the reason above.
-        if value == "auto":
-            return value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 1 or value % 1:
-            raise ValueError(f'must be a whole number of elements from 1, or "auto", not {show(value)}')
-        return aligned(int(value), "elements")

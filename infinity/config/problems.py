@@ -171,10 +171,9 @@ def _sentence(detail: Any, dotted: str) -> str:
 def _expected(kind: str, context: Mapping[str, Any]) -> str | None:
     bounds = {"greater_than": "more than", "greater_than_equal": "at least", "less_than": "less than"}
     bounds["less_than_equal"] = "at most"
-    for name, words in bounds.items():
-        if kind == name:
-            bound = next(iter(context.values()))
-            return f"{words} {bound if isinstance(bound, int) else format(bound, 'g')}"
+    if kind in bounds:
+        bound = next(iter(context.values()))
+        return f"{bounds[kind]} {bound if isinstance(bound, int) else format(bound, 'g')}"
     if kind in ("literal_error", "union_tag_invalid"):
         names = str(context.get("expected") or context["expected_tags"]).replace("'", '"')
         return names if " or " in names else " or ".join(names.rsplit(", ", 1))

@@ -1,4 +1,4 @@
-"""Generates docs/config.md from the models that parse the configuration, and finds the verdict on a DeepSpeed key."""
+"""Generates docs/config.md from the models that parse the configuration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -185,24 +185,3 @@ def _default(field: FieldInfo) -> str:
     if value == "":
         return '`""`'
     return f"`{list(value) if isinstance(value, tuple) else value}`"
-
-
-class Ruling(NamedTuple):
-    """The verdict on a key, and its reason or target."""
-
-    verdict: Verdict
-    text: str
-
-
-def ruling(dotted: str) -> Ruling | None:
-    """Return the verdict on the key `dotted` of DeepSpeed; None for an unknown key."""
-    if dotted in TABLE:
-        return Ruling(TABLE[dotted].verdict, TABLE[dotted].text)
-    if any(key.dotted == dotted for key in walk(Config)):
-        return Ruling(Verdict.HONOURED, "")
-    section = dotted.rpartition(".")[0]
-    while section:
-        if section in TABLE and TABLE[section].whole:
-            return Ruling(TABLE[section].verdict, TABLE[section].text)
-        section = section.rpartition(".")[0]
-    return None

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from infinity.config.fields import Count, Folders, Section, Size, Switch, Threads, aligned, positive_size_or_auto
+from infinity.config.fields import Count, Folders, Section, Size, SizeOrAuto, Switch, Threads, aligned
 
 
 class Offload(Section):
@@ -99,14 +99,9 @@ class Activations(Section):
     min_bytes: Size = 64 << 10
     """Bytes of the smallest tensor that is moved."""
 
-    memory_bytes: Literal["auto"] | Size = "auto"
+    memory_bytes: SizeOrAuto = "auto"
     """Limit on the bytes of saved tensors on the device that computes: those saved last, those in transfer, and those
     that backward needs next. `auto`: eight times the largest one, at least 64MiB."""
-
-    @field_validator("memory_bytes", mode="before")
-    @classmethod
-    def _size_or_auto(cls, value: object) -> object:
-        return positive_size_or_auto(value)
 
 
 class Aio(Section):

@@ -13,7 +13,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import ItemsView, Mapping, Sequence, ValuesView
 from copy import deepcopy
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,21 +37,6 @@ def check_kept(model: nn.Module) -> None:
     found = (module._parameters for module in model.modules())
     for spill in {parameters.spill for parameters in found if isinstance(parameters, NotedParameters)}:
         spill.check()
-
-
-def notice(spill: Spill, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Make a module that is about to register `parameter` report it and each use of its parameters to `spill`.
-
-    Raises ModelError if the parameter is neither on the cpu nor on the meta device.
-    """
-    if not is_lazy(parameter) and parameter.device.type not in ("cpu", "meta"):
-        raise ModelError(
-            f"parameter {name} of a {type(module).__name__} is built on {parameter.device}: under infinity.Init build "
-            "the model on the cpu (`with torch.device('cpu')`); infinity.initialize takes it to the device, unit by "
-            "unit"
-        )
-    if type(module._parameters) in (dict, OrderedDict):
-        module.__dict__["_parameters"] = NotedParameters(module._parameters, spill)
 
 
 class NotedParameters(dict[str, Any]):
@@ -108,14 +92,23 @@ class Spill:
         """Parameters whose move is deferred: other references to their memory exist, or another thread may use it."""
         self._alone = storage_users(torch.empty(1, device="cpu"))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes on disk now."""
-        return sum(file.nbytes for file in self._files)
-
     def check(self) -> None:
         for file in self._files:
             file.check()
+
+    def notice(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        """Make a module that is about to register `parameter` report it and each use of its parameters.
+
+        Raises ModelError if the parameter is neither on the cpu nor on the meta device.
+        """
+        if not is_lazy(parameter) and parameter.device.type not in ("cpu", "meta"):
+            raise ModelError(
+                f"parameter {name} of a {type(module).__name__} is built on {parameter.device}: under infinity.Init "
+                "build the model on the cpu (`with torch.device('cpu')`); infinity.initialize takes it to the device, "
+                "unit by unit"
+            )
+        if type(module._parameters) in (dict, OrderedDict):
+            module.__dict__["_parameters"] = NotedParameters(module._parameters, self)
 
     def note(self, parameter: nn.Parameter | None) -> None:
         """Record that `parameter` is about to be used, and move others to files if the budget is exceeded."""
@@ -163,7 +156,8 @@ class Spill:
         if storage.nbytes() < PAGE or any(file.let_go(storage) for file in self._files):
             return False
         del storage  # `storage_users` would count it
-        if storage_users(parameter) != self._alone or noted.is_busy():
+        is_busy = noted.thread is not threading.current_thread() and noted.thread.is_alive()
+        if storage_users(parameter) != self._alone or is_busy:
             self._later[id(parameter)] = noted
             return False
         whole = torch.empty(0, dtype=torch.uint8).set_(parameter.untyped_storage())
@@ -180,9 +174,6 @@ class _Noted(NamedTuple):
     nbytes: int
     thread: threading.Thread
     """Thread of the last use, which may be writing to the parameter."""
-
-    def is_busy(self) -> bool:
-        return self.thread is not threading.current_thread() and self.thread.is_alive()
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
@@ -232,8 +223,8 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._folders:
-            hook = partial(notice, Spill(self._folders, self._budget))
-            self._hooks.append(register_module_parameter_registration_hook(hook))
+            spill = Spill(self._folders, self._budget)
+            self._hooks.append(register_module_parameter_registration_hook(spill.notice))
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -26,30 +26,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Rule = Callable[[nn.Module], None]
 
 
-class Rules:
-    """Maps each module of `model` to its rule.
+Rules = Mapping[nn.Module, Rule]
+
+
+def rules_of(model: nn.Module) -> Rules:
+    """Return module → its rule, for each module of `model`.
 
     `initialize_module(module)` of the outermost module that defines it applies to all modules below. Otherwise
     `_init_weights` of the nearest enclosing module applies, as in transformers for nested models; otherwise the
     module's own `reset_parameters()`.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._rules: dict[nn.Module, Rule] = {}
-        self._visit(model, reset, final=False)
-
-    def _visit(self, module: nn.Module, rule: Rule, *, final: bool) -> None:
-        if module in self._rules:
-            return
+    rules: dict[nn.Module, Rule] = {}
+    left: list[tuple[nn.Module, Rule, bool]] = [(model, reset, False)]
+    while left:
+        module, rule, final = left.pop()
+        if module in rules:
+            continue
         if not final:
             declared = _method(module, "initialize_module")
             rule, final = declared or _method(module, "_init_weights") or rule, declared is not None
-        self._rules[module] = rule
-        for child in module.children():
-            self._visit(child, rule, final=final)
-
-    def of(self, module: nn.Module) -> Rule:
-        return self._rules[module]
+        rules[module] = rule
+        left += [(child, rule, final) for child in reversed([*module.children()])]
+    return rules
 
 
 def reset(module: nn.Module) -> None:
@@ -57,11 +55,6 @@ def reset(module: nn.Module) -> None:
     own = _method(module, "reset_parameters")
     if own is not None:
         own()
-
-
-def resets(module: nn.Module) -> bool:
-    """True if `module` has a `reset_parameters()`."""
-    return _method(module, "reset_parameters") is not None
 
 
 def _method(module: nn.Module, name: str) -> Any:
@@ -132,12 +125,16 @@ def fingerprint(model: nn.Module, rules: Rules, drawn: Mapping[nn.Parameter, str
 
     drawn: parameters on the meta device that rules will initialise → their names.
     """
+
+    def numel(module: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in module.parameters(recurse=False))
+
     smallest: dict[object, nn.Module] = {}
     for module in model.modules():
         if any(parameter in drawn for parameter in module.parameters(recurse=False)):
-            rule = rules.of(module)
+            rule = rules[module]
             kind = type(module), getattr(rule, "__func__", rule), id(getattr(rule, "__self__", None))
-            smallest[kind] = min(smallest.get(kind, module), module, key=_own_numel)
+            smallest[kind] = min(smallest.get(kind, module), module, key=numel)
     digest = hashlib.blake2b("\0".join(drawn.values()).encode())
     for module in smallest.values():
         first, second = (_trial(rules, module) for _ in range(2))
@@ -156,7 +153,7 @@ def _trial(rules: Rules, module: nn.Module) -> bytes:
         for parameter in module.parameters(recurse=False):
             parameter.data.fill_(math.nan if parameter.is_floating_point() else 0)
         try:
-            apply_rule(rules.of(module), module, 0)
+            apply_rule(rules[module], module, 0)
         except Exception:  # noqa: BLE001 - the model's code; the unit that needs it raises
             return b""
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
@@ -164,10 +161,6 @@ def _trial(rules: Rules, module: nn.Module) -> bytes:
     after = vars(module)
     unchanged = before.keys() == after.keys() and all(after[name] is value for name, value in before.items())
     return digest.digest() if unchanged else b""
-
-
-def _own_numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
 PIECE = 1 << 20

@@ -52,11 +52,6 @@ class MappedFile:
         self._segments: list[_Segment] = []
 
     @property
-    def nbytes(self) -> int:
-        """Bytes on disk now."""
-        return os.fstat(self._fd).st_blocks * 512
-
-    @property
     def free(self) -> int:
         """Bytes free on its file system."""
         status = os.statvfs(self.folder)

@@ -23,16 +23,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.comm.dtensor import is_distributed
 from infinity.construction.initialize import (
     ParallelDraws,
-    Rules,
     apply_rule,
     aside,
     fingerprint,
     is_set,
     reset,
-    resets,
+    rules_of,
     seeded,
 )
-from infinity.construction.replay import FIX, Replay, check_reproducible, name_of, stand_ins
+from infinity.construction.replay import FIX, Replay, check_reproducible, name_of, owners, stand_ins
 from infinity.errors import ModelError
 from infinity.model.hooks import UnitParameters
 from infinity.plan.layout import UnitLayout
@@ -69,10 +68,6 @@ def note_loaded(buffer: torch.Tensor) -> None:
     _loaded[buffer] = True
 
 
-def is_loaded(buffer: torch.Tensor) -> bool:
-    return buffer in _loaded
-
-
 def check_values(model: nn.Module) -> None:
     """Raise ModelError if values are missing and cannot be made.
 
@@ -102,10 +97,10 @@ def check_values(model: nn.Module) -> None:
                 f"buffer {name} is on the meta device, and no initialisation rule sets it. Compute it under "
                 "`with torch.device('cpu')`, or build the model on the cpu."
             )
-    rules = Rules(model)
+    rules = rules_of(model)
     for name, module in model.named_modules():
         holds = any(p.is_meta and source_of(p) is None for p in module.parameters(recurse=False))
-        if holds and rules.of(module) is reset and not resets(module):
+        if holds and rules[module] is reset and not callable(getattr(module, "reset_parameters", None)):
             raise ModelError(
                 f"{name or 'the model'} ({type(module).__name__}) was built on the meta device and has no "
                 "reset_parameters(). Give it one, give the model an initialize_module(module) method, or build the "
@@ -125,7 +120,7 @@ def make_buffers(model: nn.Module) -> None:
     Rules set buffers in transformers from version 5 on (rotary frequencies, causal masks) and in torch's batch norms.
     Each rule runs twice, over zeros and over ones; equal results show that it sets every element.
     """
-    rules = Rules(model)
+    rules = rules_of(model)
     for module in model.modules():
         on_meta = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
         if not on_meta:
@@ -136,7 +131,7 @@ def make_buffers(model: nn.Module) -> None:
             for fill in (0, 1):
                 made.append({name: torch.full_like(buffer, fill, device="cpu") for name, buffer in on_meta.items()})
                 module._buffers.update(made[-1])
-                seeded(rules.of(module), module, 0)
+                seeded(rules[module], module, 0)
         for name, buffer in on_meta.items():
             module._buffers[name] = made[0][name] if torch.equal(made[0][name], made[1][name]) else buffer
 
@@ -160,19 +155,15 @@ class Materializer:
         self._model = model
         self._draws = ParallelDraws(pool)
         self._roots = roots
-        self._rules = Rules(model)
-        drawn = _drawn(model)
-        self._reached = Replay(model, self._rules, drawn).reached if drawn else {}
+        self._rules = rules_of(model)
+        self._drawn = _drawn(model)
+        self._reached = Replay(model, self._rules, self._drawn).reached if self._drawn else {}
         self._reaching = {module for modules in self._reached.values() for module in modules}
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._owner = owners(model)
         self._paths = {module: path for path, module in model.named_modules()}
         self._made: dict[nn.Parameter, nn.Parameter] = {}
         on_meta = any(parameter.is_meta for parameter in model.parameters())
         self.seed = int(torch.randint(1 << 62, ())) if on_meta else 0
-        self._owner: dict[nn.Parameter, nn.Module] = {}
-        for module in model.modules():
-            for parameter in module.parameters(recurse=False):
-                self._owner.setdefault(parameter, module)
 
     def materialize(
         self, root: str, wanted: Sequence[nn.Parameter], room: Sequence[torch.Tensor | None]
@@ -206,11 +197,11 @@ class Materializer:
         return tuple(self._made.get(parameter, parameter) for parameter in wanted)
 
     def fingerprint(self) -> bytes:
-        """Return `trial.fingerprint` of the model; empty if a rule edits parameters of other modules."""
+        """Return `initialize.fingerprint` of the model; empty if a rule edits parameters of other modules."""
         if self._reached:
             return b""
         with self._draws:
-            return fingerprint(self._model, self._rules, _drawn(self._model))
+            return fingerprint(self._model, self._rules, self._drawn)
 
     def _scope(self, module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
         """Yield (path, module), children before parents as in `Module.apply`, without subtrees of other units."""
@@ -221,7 +212,7 @@ class Materializer:
         yield path, module
 
     def _fill(
-        self, path: str, module: nn.Module, values: set[nn.Parameter], left_out: Collection[nn.Parameter] = ()
+        self, path: str, module: nn.Module, values: set[nn.Parameter], left_out: Collection[nn.Parameter]
     ) -> None:
         """Initialise one module. Stand-ins replace parameters outside `values` or shared with an earlier module.
 
@@ -232,15 +223,15 @@ class Materializer:
         others = {name for name, held in own.items() if not (held in values and self._owner[held] is module)}
         if others == own.keys() and any(held in left_out for held in own.values()) and not module._buffers:
             return
-        loaded = {name for name, buffer in module._buffers.items() if buffer is not None and is_loaded(buffer)}
+        loaded = {name for name, buffer in module._buffers.items() if buffer is not None and buffer in _loaded}
         with aside(module, others, loaded), stand_ins(_below(module) if module in self._reaching else ()):
-            apply_rule(self._rules.of(module), module, self._seed_of(path), others)
+            apply_rule(self._rules[module], module, self._seed_of(path), others)
 
     def _reach(self, parameter: nn.Parameter, made: nn.Parameter) -> None:
         """Apply the rules of enclosing modules that edit this parameter. Stand-ins replace all other parameters."""
         for module in self._reached.get(parameter, ()):
             with stand_ins(module.modules(), keep=made):
-                seeded(self._rules.of(module), module, self._seed_of(self._paths[module], self._names[parameter]))
+                seeded(self._rules[module], module, self._seed_of(self._paths[module], self._drawn[parameter]))
 
     def _seed_of(self, *names: str) -> int:
         own_seed = hashlib.blake2b("\0".join(names).encode(), digest_size=8, key=self.seed.to_bytes(8, "little"))
@@ -250,9 +241,9 @@ class Materializer:
         for parameter, value in made.items():
             if not is_set(value):
                 owner = self._owner[parameter]
-                rule = self._rules.of(owner)
+                rule = self._rules[owner]
                 raise ModelError(
-                    f"parameter {self._names[parameter]} ({type(owner).__name__}) was built on the meta device, and "
+                    f"parameter {self._drawn[parameter]} ({type(owner).__name__}) was built on the meta device, and "
                     f"{name_of(rule)} does not set it, or not all of it. {FIX}"
                 )
 

@@ -37,10 +37,10 @@ def check_reproducible(model: nn.Module, rules: Rules, drawn: Mapping[nn.Paramet
     frozen = any(not parameter.requires_grad for parameter in model.parameters())
     for parameter, name in drawn.items():
         owner = replay.owner[parameter]
-        problem = twins.problem(parameter)
-        if problem is None and not twins.vouch_for(parameter):
+        problem = twins.problems.get(parameter)
+        if problem is None and parameter not in twins.vouched:
             problem = replay.problem(parameter)
-            if problem is None and frozen and parameter.requires_grad and not twins.know(parameter):
+            if problem is None and frozen and parameter.requires_grad and parameter not in twins.known:
                 problem = replay.doubt(parameter)
         if problem:
             raise ModelError(f"parameter {name} ({type(owner).__name__}) is on the meta device and {problem}. {FIX}")
@@ -54,12 +54,16 @@ def name_of(rule: Rule) -> str:
     return f"{type(owner).__name__}.{getattr(rule, '__name__', 'its rule')}()"
 
 
+def owners(model: nn.Module) -> dict[nn.Parameter, nn.Module]:
+    """Return parameter → the first module that holds it."""
+    return {p: module for module in reversed([*model.modules()]) for p in module.parameters(recurse=False)}
+
+
 class Replay:
     """Counts the in-place edits of each parameter by constructors and rules."""
 
     def __init__(self, model: nn.Module, rules: Rules, drawn: Mapping[nn.Parameter, str]) -> None:
-        self.owner: dict[nn.Parameter, nn.Module] = {}
-        """parameter → the first module that holds it."""
+        self.owner = owners(model)
         self._built: Counter[nn.Parameter] = Counter()
         """Edits by `reset_parameters()`, which constructors call."""
         self._ruled: Counter[nn.Parameter] = Counter()
@@ -70,9 +74,6 @@ class Replay:
         """parameter → enclosing modules whose rules edit it too, innermost first."""
         self._rules = rules
         self._paths = {module: path for path, module in model.named_modules()}
-        for module in model.modules():
-            for parameter in module.parameters(recurse=False):
-                self.owner.setdefault(parameter, module)
         # Forked: rules draw random numbers, and the caller's generator must not advance.
         with stand_ins(model.modules()) as made, torch.random.fork_rng(devices=[]):
             self._visit(model, set(), {made[parameter]: parameter for parameter in drawn})
@@ -88,7 +89,7 @@ class Replay:
         if not inside:
             return
         own = {id(p) for p in module.parameters(recurse=False)}
-        rule = self._rules.of(module)
+        rule = self._rules[module]
         for each in (reset, rule) if rule is not reset else (reset,):
             before = [p._version for p, _ in inside]
             try:
@@ -121,7 +122,7 @@ class Replay:
             return None
         return (
             f"was edited {parameter._version} times in place, and {max(expected)} times by its constructor and "
-            f"{name_of(self._rules.of(owner))}: reinitialising it would not reproduce the model's own values"
+            f"{name_of(self._rules[owner])}: reinitialising it would not reproduce the model's own values"
         )
 
     def doubt(self, parameter: nn.Parameter) -> str | None:
@@ -133,7 +134,7 @@ class Replay:
         if not (self._ruled[parameter] and self._applied(owner)):
             return None
         return (
-            f"is trained beside frozen ones, and {name_of(self._rules.of(owner))} would reinitialise it: the values "
+            f"is trained beside frozen ones, and {name_of(self._rules[owner])} would reinitialise it: the values "
             "of an adapter that was added to the model would be lost"
         )
 
@@ -143,7 +144,7 @@ class Replay:
         transformers marks modules when it applies its rule, and skips modules on the meta device since 5.21. Other
         rules count as applied.
         """
-        holder = getattr(self._rules.of(owner), "__self__", None)
+        holder = getattr(self._rules[owner], "__self__", None)
         return not of_transformers(holder) or bool(getattr(owner, "_is_hf_initialized", False))
 
 
@@ -190,23 +191,15 @@ class Twins:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._problems: dict[nn.Parameter, str] = {}
-        self._known: set[nn.Parameter] = set()
-        self._vouched: set[nn.Parameter] = set()
-        self._visit(model, set())
-
-    def problem(self, parameter: nn.Parameter) -> str | None:
-        return self._problems.get(parameter)
-
-    def know(self, parameter: nn.Parameter) -> bool:
-        """True if a twin has the parameter with the same shape and as many edits."""
-        return parameter in self._known
-
-    def vouch_for(self, parameter: nn.Parameter) -> bool:
-        """True if its whole model consists of modules of transformers, torch and tiles, whose `_init_weights` is
+        self.problems: dict[nn.Parameter, str] = {}
+        """parameter → its problem, for an error."""
+        self.known: set[nn.Parameter] = set()
+        """Parameters that a twin has with the same shape and as many edits."""
+        self.vouched: set[nn.Parameter] = set()
+        """Parameters whose whole model consists of modules of transformers, torch and tiles, whose `_init_weights` is
         trusted.
         """
-        return parameter in self._vouched
+        self._visit(model, set())
 
     def _visit(self, module: nn.Module, seen: set[nn.Module]) -> None:
         if module in seen:
@@ -221,20 +214,20 @@ class Twins:
         for name, parameter in module.named_parameters(remove_duplicate=False):
             other, path = others.get(name), name.rpartition(".")[0]
             if other is None or other.shape != parameter.shape or not _alike(module.get_submodule(path), modules[path]):
-                self._problems[parameter] = (
+                self.problems[parameter] = (
                     f"is no part of the {type(module).__name__} that its config describes: it was added or moved, "
                     "and reinitialising it would not reproduce its values"
                 )
             elif other._version != parameter._version:
-                self._problems[parameter] = (
+                self.problems[parameter] = (
                     f"was edited after {type(module).__name__} was constructed ({parameter._version} edits instead of "
                     f"{other._version}): reinitialising it would lose the edits"
                 )
             else:
-                self._known.add(parameter)
+                self.known.add(parameter)
         trusted = ("transformers.", "torch.", "infinity.nn.")
         if all(type(each).__module__.startswith(trusted) for each in module.modules()):
-            self._vouched |= self._known
+            self.vouched |= self.known
 
 
 def _alike(module: nn.Module, other: nn.Module) -> bool:

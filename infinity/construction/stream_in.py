@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -38,7 +39,11 @@ def stream_in(
     """
     _check_sources(found, ranks)
     units = []
-    with ThreadPoolExecutor(torch.get_num_threads(), "infinity-draws") as pool, _Writer(states) as writer:
+    with (
+        ThreadPoolExecutor(torch.get_num_threads(), "infinity-draws") as pool,
+        ThreadPoolExecutor(1, "infinity-construction", initializer=states.device.enter_thread) as thread,
+        _writing(states, thread) as write,
+    ):
         values = Materializer(model, {unit.root for unit in found}, pool)
         apart = _share_seed(values, ranks)
         for members, layout in zip(found, layouts, strict=True):
@@ -60,7 +65,7 @@ def stream_in(
             if None in sources and not makes_shard:
                 ranks.broadcast(flat)
             read_shard(layout, flat, sources, ranks.shard_rank)
-            writer.write(layout, flats)
+            write(layout, flats)
             for parameter in parameters:
                 plain(parameter)
             units.append(Unit(layout, list(parameters), device))
@@ -84,33 +89,28 @@ def _share_seed(values: Materializer, ranks: Communicator) -> bool:
     return bool(said[0][1]) and len({fingerprint for _, fingerprint in said}) == 1
 
 
-class _Writer:
-    """Writes a unit's states on a thread of its own, while the next unit is made. One at a time, which bounds memory.
+@contextmanager
+def _writing(states: UnitStates, thread: Executor) -> Iterator[Callable[[UnitLayout, Flats], None]]:
+    """Yield a function that writes a unit's states on `thread`, while the next unit is made. They must not change from
+    then on. One at a time, which bounds memory.
 
-    Raises the error of a write at the next one, or at the end of the block.
+    Raises the error of a write at the next one, or at the end of the block. No write is under way after the block.
     """
+    last: Future[None] | None = None
 
-    def __init__(self, states: UnitStates) -> None:
-        self._states = states
-        self._thread = ThreadPoolExecutor(1, "infinity-construction", initializer=states.device.enter_thread)
-        self._last: Future[None] | None = None
+    def write(layout: UnitLayout, flats: Flats) -> None:
+        nonlocal last
+        if last is not None:
+            last.result()
+        last = thread.submit(states.write, layout, flats)
 
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        self._thread.shutdown()
-        if kind is None:
-            self._finish()
-
-    def write(self, layout: UnitLayout, flats: Flats) -> None:
-        """Write `flats` to their tiers as soon as the last write has ended. They must not change from now on."""
-        self._finish()
-        self._last = self._thread.submit(self._states.write, layout, flats)
-
-    def _finish(self) -> None:
-        if self._last is not None:
-            self._last.result()
+    try:
+        yield write
+    finally:
+        if last is not None:
+            last.exception()  # waits, since the tiers are closed next
+    if last is not None:
+        last.result()
 
 
 def _check_sources(found: Sequence[UnitParameters], ranks: Communicator) -> None:

@@ -7,10 +7,10 @@ for the duration of its block.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import count
 from typing import Any
 
@@ -57,7 +57,7 @@ def building() -> Iterator[None]:
     Nested blocks drop values at the end of the outermost one. No-op on a single rank.
     """
     global _open_blocks
-    if not _several_ranks():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
     hook: Any = register_module_parameter_registration_hook(_register)
@@ -143,13 +143,10 @@ def _digests(parameters: Sequence[nn.Parameter]) -> list[bytes]:
     if dist.get_rank():
         digests = torch.empty(len(parameters), _DIGEST, dtype=torch.uint8)
     else:
-        digests = torch.tensor([list(_digest(p.data)) for p in parameters], dtype=torch.uint8)
+        values = (_bytes(p.data).cpu().numpy().data for p in parameters)
+        digests = torch.tensor([list(blake2b(v, digest_size=_DIGEST).digest()) for v in values], dtype=torch.uint8)
     _broadcast(digests, 0)
     return [bytes(row) for row in digests.tolist()]
-
-
-def _digest(value: torch.Tensor) -> bytes:
-    return hashlib.blake2b(_bytes(value).cpu().numpy().data, digest_size=_DIGEST).digest()
 
 
 def _bytes(value: torch.Tensor) -> torch.Tensor:
@@ -166,7 +163,3 @@ def _broadcast(value: torch.Tensor, source: int) -> None:
     dist.broadcast(there, source)
     if dist.get_rank() != source and there.data_ptr() != value.data_ptr():
         value.copy_(there.view(value.dtype).view(value.shape))
-
-
-def _several_ranks() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1

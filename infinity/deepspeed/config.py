@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from infinity.deepspeed.engine_names import GETTERS, Reads, read
+from infinity.deepspeed.engine_names import GETTERS, read
 from infinity.deepspeed.settings import config_checks, make_config, read_settings, without_auto_schedule
 from infinity.errors import ConfigError
 from infinity.inputs import number_of
@@ -20,33 +20,18 @@ if TYPE_CHECKING:
 
 DeepSpeedConfigError = ConfigError
 
-ADAGRAD_OPTIMIZER = "adagrad"
-ADAM_OPTIMIZER = "adam"
-ADAMW_OPTIMIZER = "adamw"
-LION_OPTIMIZER = "lion"
-LAMB_OPTIMIZER = "lamb"
-ONEBIT_ADAM_OPTIMIZER = "onebitadam"
-ZERO_ONE_ADAM_OPTIMIZER = "zerooneadam"
-ONEBIT_LAMB_OPTIMIZER = "onebitlamb"
-MUADAM_OPTIMIZER = "muadam"
-MUADAMW_OPTIMIZER = "muadamw"
-MUSGD_OPTIMIZER = "musgd"
-MUON_OPTIMIZER = "muon"
 DEEPSPEED_OPTIMIZERS = [rule.name for rule in RULES.values() if rule.is_deepspeeds]
-"""Names in `optimizer.type` that are supported, in lower case. DeepSpeed's list has the other names above, too."""
-TORCH_ADAM_PARAM = "torch_adam"
-ADAM_W_MODE = "adam_w_mode"
-ADAM_W_MODE_DEFAULT = True
+"""Names in `optimizer.type` that are supported, in lower case. DeepSpeed's list has others, too."""
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
     """Return the largest norm of the gradient in the config `param_dict`."""
-    return float(read(param_dict, Reads("gradient_clipping", 1.0)))
+    return float(read(param_dict, "gradient_clipping", 1.0))
 
 
 def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
     """Return the log level in the config `param_dict`, which has no effect here."""
-    level: str | None = read(param_dict, GETTERS["log_level"])
+    level: str | None = read(param_dict, *GETTERS["log_level"])
     return level
 
 
@@ -78,7 +63,8 @@ class DeepSpeedConfig:
         self.train_micro_batch_size_per_gpu: int | None = None
         self.gradient_accumulation_steps: int | None = None
         sizes = (resolved.train_batch_size, resolved.train_micro_batch_size_per_gpu)
-        is_auto = any(self.param_dict.get(name) == "auto" for name in _SIZES)
+        names = ("train_batch_size", "train_micro_batch_size_per_gpu")
+        is_auto = any(self.param_dict.get(name) == "auto" for name in names)
         if not is_auto or any(size is not None for size in sizes):
             with config_checks():
                 batch = resolved.resolve_batch(self.world_size)
@@ -90,9 +76,9 @@ class DeepSpeedConfig:
         self.zero_optimization_stage = int(resolved.zero_optimization.stage)
         self.zero_enabled = self.zero_optimization_stage > 0
         self.optimizer_name = (self.param_dict.get("optimizer") or {}).get("type")
-        self.optimizer_params = read(self.param_dict, GETTERS["optimizer_params"])
-        self.scheduler_name = read(self.param_dict, GETTERS["scheduler_name"])
-        self.scheduler_params = read(self.param_dict, GETTERS["scheduler_params"])
+        self.optimizer_params = read(self.param_dict, *GETTERS["optimizer_params"])
+        self.scheduler_name = read(self.param_dict, *GETTERS["scheduler_name"])
+        self.scheduler_params = read(self.param_dict, *GETTERS["scheduler_params"])
 
     @cached_property
     def zero_config(self) -> DeepSpeedZeroConfig:
@@ -111,6 +97,3 @@ class DeepSpeedConfig:
         from infinity.deepspeed.sections import get_float16_config
 
         return get_float16_config(self.param_dict)
-
-
-_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")

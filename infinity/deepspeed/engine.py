@@ -19,9 +19,10 @@ from infinity.deepspeed.module import on_copies
 from infinity.deepspeed.settings import FailedUsageCheck, usage_checks
 from infinity.deepspeed.states import SavingEngine
 from infinity.deepspeed.zero_init import DeepSpeedZeRoOffload
-from infinity.engine.base import BaseEngine
+from infinity.engine.inference import InferenceEngine
 from infinity.engine.loss_check import check_scalar
 from infinity.engine.reports import monitor_of
+from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
 from infinity.observe.monitor import Monitor
 from infinity.rules import RULES
@@ -47,7 +48,7 @@ class DeepSpeedEngine(SavingEngine):
 
     def __init__(
         self,
-        engine: BaseEngine,
+        engine: TrainingEngine | InferenceEngine,
         settings: Mapping[str, Any],
         training_data: Any = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -56,11 +57,17 @@ class DeepSpeedEngine(SavingEngine):
         """settings: the config in DeepSpeed's keys. training_data, collate_fn: dataset of `training_dataloader`.
         client_optimizer: the optimizer that the script passed to `initialize`.
         """
-        super().__init__(engine, settings)
-        self.client_optimizer = client_optimizer
+        super().__init__(engine, settings, client_optimizer)
         self.sparse_tensor_module_names: set[str] = set()
         """Names of embeddings with sparse gradients: none, since gradients are dense."""
-        self.optimizer: Any = self._optimizer()
+        optimizer: Any = self._trainer.optimizer if self._trainer else None
+        if self.zero_optimization_partition_weights():
+            offload = DeepSpeedZeRoOffload(self.module)
+            if optimizer is None:
+                optimizer = offload
+            else:
+                optimizer.parameter_offload = offload
+        self.optimizer = optimizer
         """Without an optimizer: None, or in stage 3 the object that is `parameter_offload` of an optimizer."""
         self.collate_fn = collate_fn
         self.micro_steps = 0
@@ -72,16 +79,6 @@ class DeepSpeedEngine(SavingEngine):
         """Value of `lr_scheduler` without an optimizer."""
         self.training_data = training_data
         self.training_dataloader = self.deepspeed_io(training_data) if training_data is not None else None
-
-    def _optimizer(self) -> Any:
-        optimizer: Any = self._trainer.optimizer if self._trainer else None
-        if not self.zero_optimization_partition_weights():
-            return optimizer
-        offload = DeepSpeedZeRoOffload(self.module)
-        if optimizer is None:
-            return offload
-        optimizer.parameter_offload = offload
-        return optimizer
 
     @property
     def lr_scheduler(self) -> Any:
@@ -131,7 +128,9 @@ class DeepSpeedEngine(SavingEngine):
         """
         engine = self.training_engine
         steps, skipped = engine.global_steps, engine.skipped_steps
-        samples = self._samples_of_step()
+        samples = self.train_batch_size()
+        if not engine.config.managed_gradient_accumulation:  # those of the micro-batches so far
+            samples = engine.batch.micro * engine.micro_steps * self.dp_world_size
         with usage_checks():
             engine.step(lr_kwargs)
         self.micro_steps += 1
@@ -139,13 +138,6 @@ class DeepSpeedEngine(SavingEngine):
         self._step_applied = updated and engine.skipped_steps == skipped
         if updated:
             self.global_samples += samples
-
-    def _samples_of_step(self) -> int:
-        """Return the samples of a step; without managed_gradient_accumulation, those of its micro-batches so far."""
-        engine = self.training_engine
-        if engine.config.managed_gradient_accumulation:
-            return self.train_batch_size()
-        return engine.batch.micro * engine.micro_steps * self.dp_world_size
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return `loss` with the fp16 loss scale, divided by gradient_accumulation_steps; for plain backwards.
@@ -195,10 +187,6 @@ class DeepSpeedEngine(SavingEngine):
     def was_step_applied(self) -> bool:
         """Return True if the last `step` changed parameters: at a boundary, without overflow."""
         return self._step_applied
-
-    def train(self, mode: bool = True) -> DeepSpeedEngine:
-        super().train(mode)
-        return self
 
     # -- counts and sizes ----------------------------------------------------------------------------------------------
 
@@ -274,19 +262,16 @@ class DeepSpeedEngine(SavingEngine):
             )
         ranks = self._engine.ranks
         if data_sampler is None and self.is_map_style_dataset(dataset):
-            shuffle = route == ROUTE_TRAIN
-            single = ranks.size == 1 and not shuffle
-            data_sampler = (
-                SequentialSampler(dataset)
-                if single
-                else DistributedSampler(dataset, ranks.size, ranks.rank, shuffle=shuffle)
-            )
+            if ranks.size == 1 and route != ROUTE_TRAIN:
+                data_sampler = SequentialSampler(dataset)
+            else:
+                data_sampler = DistributedSampler(dataset, ranks.size, ranks.rank, shuffle=route == ROUTE_TRAIN)
         return DataLoader(
             dataset,
             batch_size=batch_size or self.train_micro_batch_size_per_gpu(),
             sampler=data_sampler,
             collate_fn=collate_fn or self.collate_fn,
-            drop_last=bool(read(self.config, GETTERS["dataloader_drop_last"])),
+            drop_last=bool(read(self.config, *GETTERS["dataloader_drop_last"])),
             pin_memory=pin_memory and self.device.type == "cuda",
             num_workers=num_local_io_workers or 0,
         )

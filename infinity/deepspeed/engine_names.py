@@ -7,165 +7,151 @@ from __future__ import annotations
 
 import sys
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
-
-class Reads(NamedTuple):
-    """A method that returns the config's value. key: dotted name in DeepSpeed's JSON; default: DeepSpeed's own."""
-
-    key: str
-    default: Any = None
-
+from infinity.deepspeed.tree import TENSOR_PARALLEL
 
 _ZERO = "zero_optimization."
 _CPU = _ZERO + "offload_optimizer."
 
-GETTERS: dict[str, Reads] = {
-    "wall_clock_breakdown": Reads("wall_clock_breakdown", False),
-    "flops_profiler_enabled": Reads("flops_profiler.enabled", False),
-    "flops_profiler_recompute_fwd_factor": Reads("flops_profiler.recompute_fwd_factor", 0.0),
-    "flops_profiler_profile_step": Reads("flops_profiler.profile_step", 1),
-    "flops_profiler_module_depth": Reads("flops_profiler.module_depth", -1),
-    "flops_profiler_top_modules": Reads("flops_profiler.top_modules", 1),
-    "flops_profiler_detailed": Reads("flops_profiler.detailed", True),
-    "flops_profiler_output_file": Reads("flops_profiler.output_file"),
-    "memory_breakdown": Reads("memory_breakdown", False),
-    "autotuning_enabled": Reads("autotuning.enabled", False),
-    "data_efficiency_enabled": Reads("data_efficiency.enabled", False),
-    "data_sampling_enabled": Reads("data_efficiency.data_sampling.enabled", False),
-    "curriculum_learning_enabled": Reads("data_efficiency.data_sampling.curriculum_learning.enabled", False),
-    "random_ltd_enabled": Reads("data_efficiency.data_routing.random_ltd.enabled", False),
-    "optimizer_params": Reads("optimizer.params"),
-    "optimizer_legacy_fusion": Reads("optimizer.legacy_fusion", False),
-    "scheduler_name": Reads("scheduler.type"),
-    "scheduler_params": Reads("scheduler.params"),
-    "zero_allow_untested_optimizer": Reads("zero_allow_untested_optimizer", False),
-    "zero_force_ds_cpu_optimizer": Reads("zero_force_ds_cpu_optimizer", True),
-    "zero_reduce_scatter": Reads(_ZERO + "reduce_scatter", True),
-    "zero_reduce_bucket_size": Reads(_ZERO + "reduce_bucket_size", 500_000_000),
-    "zero_multi_rank_bucket_allreduce": Reads(_ZERO + "use_multi_rank_bucket_allreduce", True),
-    "zero_allgather_partitions": Reads(_ZERO + "allgather_partitions", True),
-    "zero_allgather_bucket_size": Reads(_ZERO + "allgather_bucket_size", 500_000_000),
-    "zero_allgather_sequential": Reads(_ZERO + "stage3_allgather_sequential", False),
-    "zero_contiguous_gradients": Reads(_ZERO + "contiguous_gradients", True),
-    "zero_compute_grad_norm": Reads(_ZERO + "compute_grad_norm", True),
-    "zero_load_from_fp32_weights": Reads(_ZERO + "load_from_fp32_weights", True),
-    "zero_elastic_checkpoint": Reads(_ZERO + "elastic_checkpoint", False),
-    "zero_sub_group_size": Reads(_ZERO + "sub_group_size", 1_000_000_000),
-    "zero_max_live_parameters": Reads(_ZERO + "stage3_max_live_parameters", 1_000_000_000),
-    "zero_max_reuse_distance": Reads(_ZERO + "stage3_max_reuse_distance", 1_000_000_000),
-    "zero_prefetch_bucket_size": Reads(_ZERO + "stage3_prefetch_bucket_size", 50_000_000),
-    "zero_module_granularity_threshold": Reads(_ZERO + "stage3_module_granularity_threshold", 0),
-    "zero_param_persistence_threshold": Reads(_ZERO + "stage3_param_persistence_threshold", 100_000),
-    "zero_model_persistence_threshold": Reads(_ZERO + "stage3_model_persistence_threshold", sys.maxsize),
-    "zero_gather_16bit_weights_on_model_save": Reads(_ZERO + "stage3_gather_16bit_weights_on_model_save", False),
-    "zero_legacy_stage1": Reads(_ZERO + "legacy_stage1", False),
-    "zero_ignore_unused_parameters": Reads(_ZERO + "ignore_unused_parameters", True),
-    "zero_round_robin_gradients": Reads(_ZERO + "round_robin_gradients", False),
-    "zero_parameter_alignment": Reads(_ZERO + "parameter_alignment", False),
-    "zero_hpz_partition_size": Reads(_ZERO + "zero_hpz_partition_size", 1),
-    "zero_quantized_weights": Reads(_ZERO + "zero_quantized_weights", False),
-    "zero_quantized_nontrainable_weights": Reads(_ZERO + "zero_quantized_nontrainable_weights", False),
-    "zero_quantized_gradients": Reads(_ZERO + "zero_quantized_gradients", False),
-    "zero_log_trace_cache_warnings": Reads(_ZERO + "log_trace_cache_warnings", False),
-    "zero_save_muon_momentum_buffer_in_memory": Reads(_ZERO + "save_muon_momentum_buffer_in_memory", False),
-    "zero_offload_optimizer": Reads(_ZERO + "offload_optimizer"),
-    "zero_offload_param": Reads(_ZERO + "offload_param"),
-    "zero_partial_offload": Reads(_CPU + "ratio", 1.0),
-    "super_offload": Reads(_CPU + "super_offload", False),
-    "cpuadam_cores_perc": Reads(_CPU + "cpuadam_cores_perc", 0.9),
-    "zenflow_config": Reads(_ZERO + "zenflow"),
-    "is_sanity_checks_enabled": Reads(_ZERO + "enable_sanity_checks", False),
-    "fp16_auto_cast": Reads("fp16.auto_cast", False),
-    "fp16_master_weights_and_gradients": Reads("fp16.fp16_master_weights_and_grads", False),
-    "bf16_master_weights_and_gradients": Reads("bf16.bf16_master_weights_and_grads", False),
-    "bf16_optimizer_states": Reads("bf16.bf16_optimizer_states", False),
-    "torch_autocast_enabled": Reads("torch_autocast.enabled", False),
-    "loss_scale": Reads("fp16.loss_scale", 0),
-    "managed_gradient_accumulation": Reads("managed_gradient_accumulation", True),
-    "use_node_local_storage": Reads("checkpoint.use_node_local_storage", False),
-    "load_universal_checkpoint": Reads("checkpoint.load_universal", False),
-    "log_level": Reads("log_level"),
-    "gradient_predivide_factor": Reads("gradient_predivide_factor", 1.0),
-    "steps_per_print": Reads("steps_per_print"),
-    "dump_state": Reads("dump_state", False),
-    "aio_config": Reads("aio"),
-    "dataloader_drop_last": Reads("dataloader_drop_last", False),
-    "is_deepcompile_enabled": Reads("compile.deepcompile", False),
+GETTERS: dict[str, tuple[str, Any]] = {
+    "wall_clock_breakdown": ("wall_clock_breakdown", False),
+    "flops_profiler_enabled": ("flops_profiler.enabled", False),
+    "flops_profiler_recompute_fwd_factor": ("flops_profiler.recompute_fwd_factor", 0.0),
+    "flops_profiler_profile_step": ("flops_profiler.profile_step", 1),
+    "flops_profiler_module_depth": ("flops_profiler.module_depth", -1),
+    "flops_profiler_top_modules": ("flops_profiler.top_modules", 1),
+    "flops_profiler_detailed": ("flops_profiler.detailed", True),
+    "flops_profiler_output_file": ("flops_profiler.output_file", None),
+    "memory_breakdown": ("memory_breakdown", False),
+    "autotuning_enabled": ("autotuning.enabled", False),
+    "data_efficiency_enabled": ("data_efficiency.enabled", False),
+    "data_sampling_enabled": ("data_efficiency.data_sampling.enabled", False),
+    "curriculum_learning_enabled": ("data_efficiency.data_sampling.curriculum_learning.enabled", False),
+    "random_ltd_enabled": ("data_efficiency.data_routing.random_ltd.enabled", False),
+    "optimizer_params": ("optimizer.params", None),
+    "optimizer_legacy_fusion": ("optimizer.legacy_fusion", False),
+    "scheduler_name": ("scheduler.type", None),
+    "scheduler_params": ("scheduler.params", None),
+    "zero_allow_untested_optimizer": ("zero_allow_untested_optimizer", False),
+    "zero_force_ds_cpu_optimizer": ("zero_force_ds_cpu_optimizer", True),
+    "zero_reduce_scatter": (_ZERO + "reduce_scatter", True),
+    "zero_reduce_bucket_size": (_ZERO + "reduce_bucket_size", 500_000_000),
+    "zero_multi_rank_bucket_allreduce": (_ZERO + "use_multi_rank_bucket_allreduce", True),
+    "zero_allgather_partitions": (_ZERO + "allgather_partitions", True),
+    "zero_allgather_bucket_size": (_ZERO + "allgather_bucket_size", 500_000_000),
+    "zero_allgather_sequential": (_ZERO + "stage3_allgather_sequential", False),
+    "zero_contiguous_gradients": (_ZERO + "contiguous_gradients", True),
+    "zero_compute_grad_norm": (_ZERO + "compute_grad_norm", True),
+    "zero_load_from_fp32_weights": (_ZERO + "load_from_fp32_weights", True),
+    "zero_elastic_checkpoint": (_ZERO + "elastic_checkpoint", False),
+    "zero_sub_group_size": (_ZERO + "sub_group_size", 1_000_000_000),
+    "zero_max_live_parameters": (_ZERO + "stage3_max_live_parameters", 1_000_000_000),
+    "zero_max_reuse_distance": (_ZERO + "stage3_max_reuse_distance", 1_000_000_000),
+    "zero_prefetch_bucket_size": (_ZERO + "stage3_prefetch_bucket_size", 50_000_000),
+    "zero_module_granularity_threshold": (_ZERO + "stage3_module_granularity_threshold", 0),
+    "zero_param_persistence_threshold": (_ZERO + "stage3_param_persistence_threshold", 100_000),
+    "zero_model_persistence_threshold": (_ZERO + "stage3_model_persistence_threshold", sys.maxsize),
+    "zero_gather_16bit_weights_on_model_save": (_ZERO + "stage3_gather_16bit_weights_on_model_save", False),
+    "zero_legacy_stage1": (_ZERO + "legacy_stage1", False),
+    "zero_ignore_unused_parameters": (_ZERO + "ignore_unused_parameters", True),
+    "zero_round_robin_gradients": (_ZERO + "round_robin_gradients", False),
+    "zero_parameter_alignment": (_ZERO + "parameter_alignment", False),
+    "zero_hpz_partition_size": (_ZERO + "zero_hpz_partition_size", 1),
+    "zero_quantized_weights": (_ZERO + "zero_quantized_weights", False),
+    "zero_quantized_nontrainable_weights": (_ZERO + "zero_quantized_nontrainable_weights", False),
+    "zero_quantized_gradients": (_ZERO + "zero_quantized_gradients", False),
+    "zero_log_trace_cache_warnings": (_ZERO + "log_trace_cache_warnings", False),
+    "zero_save_muon_momentum_buffer_in_memory": (_ZERO + "save_muon_momentum_buffer_in_memory", False),
+    "zero_offload_optimizer": (_ZERO + "offload_optimizer", None),
+    "zero_offload_param": (_ZERO + "offload_param", None),
+    "zero_partial_offload": (_CPU + "ratio", 1.0),
+    "super_offload": (_CPU + "super_offload", False),
+    "cpuadam_cores_perc": (_CPU + "cpuadam_cores_perc", 0.9),
+    "zenflow_config": (_ZERO + "zenflow", None),
+    "is_sanity_checks_enabled": (_ZERO + "enable_sanity_checks", False),
+    "fp16_auto_cast": ("fp16.auto_cast", False),
+    "fp16_master_weights_and_gradients": ("fp16.fp16_master_weights_and_grads", False),
+    "bf16_master_weights_and_gradients": ("bf16.bf16_master_weights_and_grads", False),
+    "bf16_optimizer_states": ("bf16.bf16_optimizer_states", False),
+    "torch_autocast_enabled": ("torch_autocast.enabled", False),
+    "loss_scale": ("fp16.loss_scale", 0),
+    "managed_gradient_accumulation": ("managed_gradient_accumulation", True),
+    "use_node_local_storage": ("checkpoint.use_node_local_storage", False),
+    "load_universal_checkpoint": ("checkpoint.load_universal", False),
+    "log_level": ("log_level", None),
+    "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
+    "steps_per_print": ("steps_per_print", None),
+    "dump_state": ("dump_state", False),
+    "aio_config": ("aio", None),
+    "dataloader_drop_last": ("dataloader_drop_last", False),
+    "is_deepcompile_enabled": ("compile.deepcompile", False),
 }
-"""Name → the key of the config that the method returns."""
+"""Name of a method → the dotted key of DeepSpeed's JSON whose value it returns, and DeepSpeed's default."""
 
-_CURRICULUM = "there is no curriculum learning or random layer token dropping: choose the samples in the data loader"
-_TUNING = "there is no autotuning: `infinity tune` measures a drive's best I/O settings"
-_TENSOR = "use torch.distributed.tensor.parallel, and pass process_group to infinity.initialize()"
-_REDUCED = "gradients are reduced unit by unit during backward: use torch.distributed for other tensors"
-_SPARSE = "gradients are dense: construct embeddings with sparse=False"
-_COMPILE = "pass torch.compile(model) as model to initialize()"
-_CHECKPOINT = "checkpoints hold each parameter once, in safetensors: use save_checkpoint() and load_checkpoint()"
-_TIMERS = "engine.training_engine.ledger.snapshot() returns the seconds and bytes so far"
-_BATCH = "micro-batches and gradient buffers are fixed when the engine is constructed: pass another config"
-
-REFUSED: dict[str, str] = {
-    "set_custom_curriculum_learning_schedule": _CURRICULUM,
-    "data_efficiency_config": _CURRICULUM,
-    "data_sampling_config": _CURRICULUM,
-    "curriculum_learning_config": _CURRICULUM,
-    "random_ltd_config": _CURRICULUM,
-    "random_ltd_initialize": _CURRICULUM,
-    "autotuning_start_profile_step": _TUNING,
-    "autotuning_end_profile_step": _TUNING,
-    "autotuning_metric_path": _TUNING,
-    "autotuning_model_info_path": _TUNING,
-    "autotuning_metric": _TUNING,
-    "autotuning_profile_model_info": _TUNING,
-    "checkpoint_serialization_enabled": _CHECKPOINT,
-    "checkpoint_writer_enabled": _CHECKPOINT,
-    "load_moe_state_dict": "experts are parameters of their block: use load_checkpoint()",
-    "get_tensor_parallel_rank": _TENSOR,
-    "get_model_parallel_rank": _TENSOR,
-    "get_sequence_parallel_group": _TENSOR,
-    "tensor_parallel_config": _TENSOR,
-    "autotp_size": _TENSOR,
-    "compile_autotp": _TENSOR,
-    "get_autotp_backend": _TENSOR,
-    "compile": _COMPILE,
-    "compile_zero_optimization_stage": _COMPILE,
-    "compile_autosp": _COMPILE,
-    "uses_parallelization_pass_only": _COMPILE,
-    "get_autosp_backend": _COMPILE,
-    "get_deepcompile_backend": _COMPILE,
-    "get_deepspeed_compile_backend": _COMPILE,
-    "get_compile_time": _COMPILE,
-    "register_compile_pass": _COMPILE,
-    "swap_tensor_config": "the tiers' files are set by nvme_path and the section aio",
-    "set_train_micro_batch_size": _BATCH,
-    "set_data_post_process_func": "wrap the data loader, or pass collate_fn to initialize()",
-    "get_optimizer_configuration": "the optimizer is constructed from the config: read engine.optimizer",
-    "print_forward_breakdown": "there are no timers of mixtures of experts: use torch.profiler",
-    "get_wall_clock_timers": _TIMERS,
-    "coalesce_grad_reduction": "use engine.no_sync(), or gradient_accumulation_steps",
-    "clip_fp32_gradients": "set gradient_clipping in the config, which clips in engine.step()",
-    "allreduce_bucket": _REDUCED,
-    "allreduce_and_copy": _REDUCED,
-    "allreduce_no_retain": _REDUCED,
-    "buffered_allreduce_fallback": _REDUCED,
-    "all_gather_scalar": _REDUCED,
-    "sparse_allreduce_no_retain": _SPARSE,
-    "sparse_allreduce_bucket": _SPARSE,
-    "sparse_allreduce": _SPARSE,
-    "sparse_all_gather": _SPARSE,
+_INSTEAD = {
+    "there is no curriculum learning or random layer token dropping: choose the samples in the data loader": """
+        set_custom_curriculum_learning_schedule data_efficiency_config data_sampling_config curriculum_learning_config
+        random_ltd_config random_ltd_initialize
+    """,
+    "there is no autotuning: `infinity tune` measures a drive's best I/O settings": """
+        autotuning_start_profile_step autotuning_end_profile_step autotuning_metric_path autotuning_model_info_path
+        autotuning_metric autotuning_profile_model_info
+    """,
+    "checkpoints hold each parameter once, in safetensors: use save_checkpoint() and load_checkpoint()": (
+        "checkpoint_serialization_enabled checkpoint_writer_enabled"
+    ),
+    "experts are parameters of their block: use load_checkpoint()": "load_moe_state_dict",
+    TENSOR_PARALLEL: """
+        get_tensor_parallel_rank get_model_parallel_rank get_sequence_parallel_group tensor_parallel_config
+        autotp_size compile_autotp get_autotp_backend
+    """,
+    "pass torch.compile(model) as model to initialize()": """
+        compile compile_zero_optimization_stage compile_autosp uses_parallelization_pass_only get_autosp_backend
+        get_deepcompile_backend get_deepspeed_compile_backend get_compile_time register_compile_pass
+    """,
+    "the tiers' files are set by nvme_path and the section aio": "swap_tensor_config",
+    "micro-batches and gradient buffers are fixed when the engine is constructed: pass another config": (
+        "set_train_micro_batch_size"
+    ),
+    "wrap the data loader, or pass collate_fn to initialize()": "set_data_post_process_func",
+    "the optimizer is constructed from the config: read engine.optimizer": "get_optimizer_configuration",
+    "there are no timers of mixtures of experts: use torch.profiler": "print_forward_breakdown",
+    "engine.training_engine.ledger.snapshot() returns the seconds and bytes so far": "get_wall_clock_timers",
+    "use engine.no_sync(), or gradient_accumulation_steps": "coalesce_grad_reduction",
+    "set gradient_clipping in the config, which clips in engine.step()": "clip_fp32_gradients",
+    "gradients are reduced unit by unit during backward: use torch.distributed for other tensors": (
+        "allreduce_bucket allreduce_and_copy allreduce_no_retain buffered_allreduce_fallback all_gather_scalar"
+    ),
+    "gradients are dense: construct embeddings with sparse=False": (
+        "sparse_allreduce_no_retain sparse_allreduce_bucket sparse_allreduce sparse_all_gather"
+    ),
 }
+"""A sentence on what to use instead → names without a counterpart."""
+
+REFUSED = {name: instead for instead, names in _INSTEAD.items() for name in names.split()}
 """Name → a sentence on what to use instead."""
 
 
-def read(settings: Any, reads: Reads) -> Any:
-    """Return the value of `reads.key` in the config `settings`, or its default where a part of the key is absent."""
+def read(settings: Any, key: str, default: Any = None) -> Any:
+    """Return the value of the dotted `key` in the config `settings`, or `default` where a part of it is absent."""
     value = settings
-    for part in reads.key.split("."):
+    for part in key.split("."):
         if not isinstance(value, dict) or value.get(part) is None:
-            return reads.default
+            return default
         value = value[part]
     return value
+
+
+def scaler_arguments(fp16: Any, init_scale: float) -> dict[str, Any]:
+    """Return the parameters of the dynamic scale in section `fp16`, under the names of DeepSpeed's loss scaler."""
+    return {
+        "init_scale": init_scale,
+        "scale_window": fp16.loss_scale_window,
+        "delayed_shift": fp16.hysteresis,
+        "consecutive_hysteresis": fp16.consecutive_hysteresis,
+        "min_scale": fp16.min_loss_scale,
+    }
 
 
 class OffloadDeviceEnum(str, Enum):

@@ -18,28 +18,12 @@ installed_ops = compatible_ops
 """Operator → True if it is part of this installation, which needs no compiler."""
 
 
-def _nccl_version() -> str:
-    if not torch.cuda.is_available():
-        return "0.0"
-    found: Any = torch.cuda.nccl.version()
-    return ".".join(map(str, found[:2]))
-
-
+_nccl: Any = torch.cuda.nccl.version() if torch.cuda.is_available() else (0, 0)
 torch_info: dict[str, Any] = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "bf16_support": get_accelerator().is_bf16_supported(),
     "cuda_version": torch.version.cuda or "0.0",
-    "nccl_version": _nccl_version(),
+    "nccl_version": ".".join(map(str, _nccl[:2])),
     "hip_version": torch.version.hip or "0.0",
 }
 """Versions of the torch that runs, where DeepSpeed has those of the torch that it was compiled with."""
-
-__all__ = [
-    "accelerator_name",
-    "compatible_ops",
-    "git_branch",
-    "git_hash",
-    "installed_ops",
-    "torch_info",
-    "version",
-]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.front_ends import check_processes
 from infinity.deepspeed.helpers import log_dist
+from infinity.deepspeed.launcher.flags import DEFAULT_PORT
 from infinity.deepspeed.module import EngineModule
 from infinity.deepspeed.parameter_names import answer
 from infinity.deepspeed.settings import (
@@ -30,20 +32,18 @@ from infinity.deepspeed.tree import TENSOR_PARALLEL
 from infinity.deepspeed.zero_init import outside_of_init
 from infinity.engine import schedules
 from infinity.engine.arguments import add_config_arguments, check_mpu, config_source
-from infinity.engine.base import BaseEngine, open_engines
+from infinity.engine.base import open_engines
+from infinity.engine.inference import InferenceEngine
 from infinity.engine.optimizer.unit_optimizer import ParamGroups
-from infinity.engine.schedules.client import RateScheduler
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, ModelError
 from infinity.observe.log import logger, show_by_default
 from infinity.units.compiled import uncompiled
 
 if TYPE_CHECKING:
-    from infinity.config import Config, Scheduler
+    from infinity.config import Config
 
 __all__ = ["add_config_arguments", "init_inference", "initialize", "tp_model_init"]
-
-DISTRIBUTED_PORT = 29500
 
 
 @outside_of_init()
@@ -54,7 +54,7 @@ def initialize(
     model_parameters: ParamGroups | None = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
-    distributed_port: int = DISTRIBUTED_PORT,
+    distributed_port: int = DEFAULT_PORT,
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -85,7 +85,9 @@ def initialize(
     tag_validation(settings)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     check_processes()
-    _log_version()
+    show_by_default()
+    version = f"version={root.__version__}, git-hash={root.__git_hash__}, git-branch={root.__git_branch__}"
+    log_dist(f"DeepSpeed info: {version}", ranks=[0])  # tests of libraries look for this line
     _take_from_engine(model)
     trains = optimizer is not None or settings.get("optimizer") is not None
     config_of_model = make_config(in_dtype_of(model, settings) if trains else settings, model)
@@ -100,15 +102,6 @@ def initialize(
         answer(engine)
     trained = engine.optimizer if isinstance(engine, TrainingEngine) else None
     return wrapped, trained, wrapped.training_dataloader, wrapped.lr_scheduler
-
-
-def _log_version() -> None:
-    """Log DeepSpeed's line of the version, which tests of libraries look for."""
-    show_by_default()
-    log_dist(
-        f"DeepSpeed info: version={root.__version__}, git-hash={root.__git_hash__}, git-branch={root.__git_branch__}",
-        ranks=[0],
-    )
 
 
 def _take_from_engine(model: nn.Module) -> None:
@@ -128,7 +121,7 @@ def _make_engine(
     optimizer: Any,
     model_parameters: ParamGroups | None,
     lr_scheduler: Any,
-) -> BaseEngine:
+) -> TrainingEngine | InferenceEngine:
     """Return a training engine, or one for inference if neither the arguments nor the config have an optimizer."""
     if optimizer is None and "optimizer" not in config.model_fields_set:
         logger.info("neither the arguments nor the config have an optimizer, so the engine only runs the model")
@@ -137,7 +130,9 @@ def _make_engine(
         runner.module.train(training)  # DeepSpeed leaves the mode to the script
         return runner
     if lr_scheduler is None and config.scheduler is not None:
-        lr_scheduler = _scheduler(config.scheduler)
+        # DeepSpeed's schedulers begin at iteration -1.
+        make: Any = getattr(schedules, config.scheduler.type)
+        lr_scheduler = partial(make, **config.scheduler.params.model_dump(exclude_unset=True))
         config = config.model_copy(update={"scheduler": None})
     with config_checks():
         engine = engines.initialize(model, config, model_parameters, optimizer=optimizer, lr_scheduler=lr_scheduler)[0]
@@ -148,13 +143,6 @@ def _make_engine(
     checks = config.bf16.enabled and config.infinity.check_nan
     engine.parts.schedule.step.skips_overflows = checks and engine.parts.plan.update != "during_backward"
     return engine
-
-
-def _scheduler(schedule: Scheduler) -> Callable[[torch.optim.Optimizer], RateScheduler]:
-    """Return a function that constructs DeepSpeed's scheduler, which begins at iteration -1, on an optimizer."""
-    make: Any = getattr(schedules, schedule.type)
-    params = schedule.params.model_dump(exclude_unset=True)
-    return lambda optimizer: cast("RateScheduler", make(optimizer, **params))
 
 
 @outside_of_init()
@@ -173,23 +161,18 @@ def init_inference(
     options |= kwargs
     dtype = _dtype(options.pop("dtype", torch.float16))
     content = {"zero_optimization": dict(options.pop("zero", None) or {"stage": 0})}
-    tensor_parallel = options.pop("tensor_parallel", options.pop("tp", None)) or {}
-    sizes = {
-        "tensor_parallel.tp_size": dict(tensor_parallel).get("tp_size", 1),
-        "mp_size": options.pop("mp_size", 1),
-    }
-    for name, size in sizes.items():
+    tensor_parallel = dict(options.pop("tensor_parallel", options.pop("tp", None)) or {})
+    tp_size, mp_size = tensor_parallel.get("tp_size", 1), options.pop("mp_size", 1)
+    for name, size in (("tensor_parallel.tp_size", tp_size), ("mp_size", mp_size)):
         if size != 1:
             raise ConfigError(
                 f"{name} is {size}: set it to 1, or use torch.distributed.tensor.parallel and pass process_group to "
                 "infinity.init_inference()"
             )
-    unused = [name for name in options if name in _NO_EFFECT]
-    refused = sorted(set(options) - set(unused))
-    if refused:
+    if refused := sorted(options.keys() - _NO_EFFECT):
         raise ConfigError([f"{name} is not supported in an inference config: remove it" for name in refused])
-    if unused:
-        logger.info("init_inference: no effect here: %s", ", ".join(sorted(unused)))
+    if options:
+        logger.info("init_inference: no effect here: %s", ", ".join(sorted(options)))
     engine = EngineModule(engines.init_inference(model, make_config(content, model), dtype=dtype))
     forget(model.parameters())
     return engine
@@ -224,10 +207,15 @@ def tp_model_init(
 
 
 def _dtype(value: Any) -> torch.dtype:
-    names = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "float": "float32"}
     name = str(value).removeprefix("torch.")
-    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    name = names.get(name, name)
-    if name not in dtypes:
-        raise ConfigError(f"dtype is {value!r}: use torch.float16, torch.bfloat16 or torch.float32")
-    return dtypes[name]
+    for dtype, names in _DTYPES.items():
+        if name in names:
+            return dtype
+    raise ConfigError(f"dtype is {value!r}: use torch.float16, torch.bfloat16 or torch.float32")
+
+
+_DTYPES = {
+    torch.float32: ("float32", "fp32", "float"),
+    torch.float16: ("float16", "fp16", "half"),
+    torch.bfloat16: ("bfloat16", "bf16"),
+}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.abc import InspectLoader, Loader
 from importlib.machinery import ModuleSpec
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from infinity.deepspeed import tree
@@ -58,14 +58,12 @@ class SameModule(InspectLoader):
         # The import system has just replaced it by the alias's spec.
         module.__spec__ = self._own
 
-    def get_code(self, fullname: str) -> CodeType | None:
+    def get_code(self, fullname: str) -> Any:
         """Return the code that `python -m deepspeed.x` runs."""
-        code: CodeType | None = self._asked("get_code")
-        return code
+        return self._asked("get_code")
 
-    def get_source(self, fullname: str) -> str | None:
-        source: str | None = self._asked("get_source")
-        return source
+    def get_source(self, fullname: str) -> Any:
+        return self._asked("get_source")
 
     def _asked(self, method: str) -> Any:
         # By name: the loader of an editable install forwards its methods, and is no subclass of InspectLoader.

@@ -72,17 +72,13 @@ class EngineModule(nn.Module):
                 f"engine.to({str(device)!r}) was called, but the engine computes on {self.device}, and states live in "
                 "their tiers: leave the call out, and move the batches to engine.device"
             )
-        if dtype is not None and dtype not in self._dtypes():
+        present = (parameter.dtype for parameter in self.module.parameters() if parameter.is_floating_point())
+        if dtype is not None and {*present} != {dtype}:
             raise UsageError(
                 f"engine.to({dtype}) was called, but dtypes are fixed when the engine is constructed: set bf16 or fp16 "
                 "in the config"
             )
         return self
-
-    def _dtypes(self) -> set[torch.dtype]:
-        """Return the dtype of the model's floating-point parameters, or nothing if they have several."""
-        dtypes = {parameter.dtype for parameter in self.module.parameters() if parameter.is_floating_point()}
-        return dtypes if len(dtypes) == 1 else set()
 
     def cuda(self: _Self, device: Any = None) -> _Self:
         return self.to(torch.device("cuda", device) if isinstance(device, int) else device or torch.device("cuda"))
@@ -108,17 +104,13 @@ class EngineModule(nn.Module):
             "initialize()"
         )
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        self._refuse_copy()
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse_copy()
-
-    def _refuse_copy(self) -> NoReturn:
         raise UsageError(
             "an engine cannot be copied or pickled: save it with engine.save_checkpoint(), or its weights with "
             "engine.save_16bit_model()"
         )
+
+    __deepcopy__ = __reduce_ex__
 
 
 def on_copies(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -50,30 +50,15 @@ class _OfOptimizer:
         raise UsageError(f"{type(self).__name__}().load() has no counterpart here: use deepspeed.ops.{self.CLASS}")
 
 
-class CPUAdamBuilder(_OfOptimizer):
-    NAME = "cpu_adam"
-    CLASS = "adam.DeepSpeedCPUAdam"
+def _of_optimizer(builder: str, name: str, used_by: str) -> type[_OfOptimizer]:
+    return type(builder, (_OfOptimizer,), {"__module__": __name__, "NAME": name, "CLASS": used_by})
 
 
-class CPUAdagradBuilder(_OfOptimizer):
-    NAME = "cpu_adagrad"
-    CLASS = "adagrad.DeepSpeedCPUAdagrad"
-
-
-class CPULionBuilder(_OfOptimizer):
-    NAME = "cpu_lion"
-    CLASS = "lion.DeepSpeedCPULion"
-
-
-class FusedAdamBuilder(_OfOptimizer):
-    NAME = "fused_adam"
-    CLASS = "adam.FusedAdam"
-
-
-class FusedLionBuilder(_OfOptimizer):
-    NAME = "fused_lion"
-    CLASS = "lion.FusedLion"
-
+CPUAdamBuilder = _of_optimizer("CPUAdamBuilder", "cpu_adam", "adam.DeepSpeedCPUAdam")
+CPUAdagradBuilder = _of_optimizer("CPUAdagradBuilder", "cpu_adagrad", "adagrad.DeepSpeedCPUAdagrad")
+CPULionBuilder = _of_optimizer("CPULionBuilder", "cpu_lion", "lion.DeepSpeedCPULion")
+FusedAdamBuilder = _of_optimizer("FusedAdamBuilder", "fused_adam", "adam.FusedAdam")
+FusedLionBuilder = _of_optimizer("FusedLionBuilder", "fused_lion", "lion.FusedLion")
 
 ALL_OPS: dict[str, type[Any]] = {
     builder.NAME: builder
@@ -124,15 +109,3 @@ def __getattr__(name: str) -> Any:
             "adagrad, and other operators are torch's"
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-__all__ = [
-    "ALL_OPS",
-    "AsyncIOBuilder",
-    "CPUAdagradBuilder",
-    "CPUAdamBuilder",
-    "CPULionBuilder",
-    "FusedAdamBuilder",
-    "FusedLionBuilder",
-    "GDSBuilder",
-]

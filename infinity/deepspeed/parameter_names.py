@@ -39,7 +39,11 @@ _numbers: WeakKeyDictionary[BaseEngine, dict[int, int]] = WeakKeyDictionary()
 
 def answer(engine: BaseEngine) -> None:
     """Give the names to the parameters of `engine` until it is closed."""
-    _install()
+    # In a Python backward, autograd passes a tensor in place of a saved parameter. TRL reads the status there.
+    torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    for name, read in _NAMES.items():
+        if name not in vars(nn.Parameter):
+            setattr(nn.Parameter, name, _Name(name, read))
     _numbers[engine] = {id(parameter): next(_ids) for parameter in engine.module.parameters()}
 
 
@@ -63,14 +67,6 @@ class _Name:
         return self._read(parameter, *found[:2])
 
 
-def _id(parameter: nn.Parameter, engine: BaseEngine, unit: Unit) -> int:
-    return _numbers[engine][id(parameter)]
-
-
-def _status(parameter: nn.Parameter, engine: BaseEngine, unit: Unit) -> ZeroParamStatus:
-    return ZeroParamStatus.AVAILABLE if unit.pin_count else ZeroParamStatus.NOT_AVAILABLE
-
-
 def _partition_numel(parameter: nn.Parameter, engine: BaseEngine, unit: Unit) -> int:
     return -(-parameter.numel() // engine.ranks.size)
 
@@ -90,10 +86,12 @@ def _refuse(parameter: nn.Parameter, engine: BaseEngine, unit: Unit) -> Any:
 
 
 _NAMES: dict[str, _Read] = {
-    "ds_id": _id,
+    "ds_id": lambda parameter, engine, unit: _numbers[engine][id(parameter)],
     "ds_shape": lambda parameter, engine, unit: parameter.shape,
     "ds_numel": lambda parameter, engine, unit: parameter.numel(),
-    "ds_status": _status,
+    "ds_status": lambda parameter, engine, unit: (
+        ZeroParamStatus.AVAILABLE if unit.pin_count else ZeroParamStatus.NOT_AVAILABLE
+    ),
     "ds_tensor": _part,
     "ds_process_group": lambda parameter, engine, unit: engine.ranks.replicas,
     "ds_persist": lambda parameter, engine, unit: False,
@@ -103,12 +101,3 @@ _NAMES: dict[str, _Read] = {
     "partition": _refuse,
 }
 """Name → function that computes its value."""
-
-
-def _install() -> None:
-    """Add the names to `nn.Parameter`. Idempotent."""
-    # In a Python backward, autograd passes a tensor in place of a saved parameter. TRL reads the status there.
-    torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
-    for name, read in _NAMES.items():
-        if name not in vars(nn.Parameter):
-            setattr(nn.Parameter, name, _Name(name, read))

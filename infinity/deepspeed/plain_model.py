@@ -36,7 +36,9 @@ def load_plain(model: Model, states: States, source: Path, *, strict: bool) -> M
     for messages. strict: raise CheckpointError, before any change, if names differ; other shapes raise it in any case.
     """
     expected = _expected(model)
-    states = _under_every_name(expected, states)
+    # Checkpoints of older versions lack the further names of shared tensors.
+    values = {each.owner: states[name] for name, each in expected.items() if name in states}
+    states = {name: values[each.owner] for name, each in expected.items() if each.owner in values} | {**states}
     _check(expected, states, source, strict=strict)
     _leave_engines(model)
     model = model.cpu()
@@ -52,13 +54,6 @@ def _expected(model: nn.Module) -> dict[str, _Expected]:
     for name, buffer in names_of_buffers(model).items():
         found[name] = _Expected(tuple(buffer.shape), id(buffer))
     return found
-
-
-def _under_every_name(expected: Mapping[str, _Expected], states: States) -> dict[str, torch.Tensor]:
-    """Return `states` with the further names of shared tensors, which checkpoints of older versions lack."""
-    values = {each.owner: states[name] for name, each in expected.items() if name in states}
-    missing = {name: values[each.owner] for name, each in expected.items() if each.owner in values}
-    return {**missing, **states}
 
 
 def _check(expected: Mapping[str, _Expected], states: States, source: Path, *, strict: bool) -> None:

@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from infinity.deepspeed.engine_names import GETTERS, REFUSED, Reads, read
+from infinity.deepspeed.engine_names import GETTERS, REFUSED, read, scaler_arguments
 from infinity.deepspeed.module import EngineModule
 from infinity.engine.base import BaseEngine
 from infinity.errors import UsageError
 from infinity.inputs import number_of
+from infinity.plan.policy import DTYPES
 from infinity.rules import rule_of_type
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _SAFE_MODULES = [f"torch.nn.modules.{name}" for name in ("linear.Linear", "conv.Conv1d", "conv.Conv2d", "conv.Conv3d")]
 """DeepSpeed's default of `torch_autocast.lower_precision_safe_modules`."""
 
@@ -23,10 +23,10 @@ _SAFE_MODULES = [f"torch.nn.modules.{name}" for name in ("linear.Linear", "conv.
 class ReportingEngine(EngineModule):
     """Reports the config of `engine`. Methods of DeepSpeed's engine that have no counterpart raise UsageError."""
 
-    def __init__(self, engine: BaseEngine, settings: Mapping[str, Any]) -> None:
+    def __init__(self, engine: BaseEngine, settings: Mapping[str, Any], client_optimizer: Any) -> None:
         """settings: the config in DeepSpeed's keys."""
         super().__init__(engine)
-        self.client_optimizer: Any = None
+        self.client_optimizer = client_optimizer
         """The optimizer that the script passed to `initialize`, or None."""
         self.config = dict(settings)
         """The config as a dict, as DeepSpeed has it."""
@@ -56,7 +56,7 @@ class ReportingEngine(EngineModule):
         """
         if self.client_optimizer is not None:
             return type(self.client_optimizer).__name__
-        name: str | None = read(self.config, Reads("optimizer.type"))
+        name: str | None = read(self.config, "optimizer.type")
         rule = rule_of_type(name or "")
         return name if rule is None or not rule.is_deepspeeds else rule.name
 
@@ -70,14 +70,7 @@ class ReportingEngine(EngineModule):
         return 2.0**self._engine.config.fp16.initial_scale_power
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
-        fp16 = self._engine.config.fp16
-        return {
-            "init_scale": self.initial_dynamic_scale(),
-            "scale_window": fp16.loss_scale_window,
-            "delayed_shift": fp16.hysteresis,
-            "consecutive_hysteresis": fp16.consecutive_hysteresis,
-            "min_scale": fp16.min_loss_scale,
-        }
+        return scaler_arguments(self._engine.config.fp16, self.initial_dynamic_scale())
 
     def zero_optimization(self) -> bool:
         return self.zero_optimization_stage() > 0
@@ -119,18 +112,18 @@ class ReportingEngine(EngineModule):
     def torch_autocast_dtype(self) -> torch.dtype | None:
         """Return the dtype of section `torch_autocast`; None if it has none."""
         name = self._engine.config.torch_autocast.dtype
-        return None if name is None else _DTYPES[name]
+        return None if name is None else DTYPES[name]
 
     def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
         """Return the config's list, by default linear layers and convolutions. It has no effect: gradients are reduced
         in `communication_data_type`.
         """
-        names = read(self.config, Reads("torch_autocast.lower_precision_safe_modules"))
+        names = read(self.config, "torch_autocast.lower_precision_safe_modules")
         return list(_SAFE_MODULES) if names is None else list(names)
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtype of the model and that in which gradients of micro-batches accumulate."""
-        return self._model_dtype(), _DTYPES[self._engine.config.data_types.grad_accum_dtype]
+        return self._model_dtype(), DTYPES[self._engine.config.data_types.grad_accum_dtype]
 
     def _model_dtype(self) -> torch.dtype:
         if self.fp16_enabled():
@@ -141,18 +134,18 @@ class ReportingEngine(EngineModule):
     def communication_data_type(self) -> torch.dtype:
         """Dtype in which gradients are reduced: the config's, else the model's."""
         name = self._engine.config.communication_data_type
-        return _DTYPES[name] if name is not None else self._model_dtype()
+        return DTYPES[name] if name is not None else self._model_dtype()
 
     def postscale_gradients(self) -> bool:
-        return not read(self.config, Reads("prescale_gradients", False))
+        return not read(self.config, "prescale_gradients", False)
 
 
-def _getter(name: str, reads: Reads) -> Callable[[ReportingEngine], Any]:
+def _getter(name: str, key: str, default: Any) -> Callable[[ReportingEngine], Any]:
     def get(self: ReportingEngine) -> Any:
-        return read(self.config, reads)
+        return read(self.config, key, default)
 
     get.__name__ = name
-    get.__doc__ = f"Return the config's `{reads.key}`; {reads.default!r} by default."
+    get.__doc__ = f"Return the config's `{key}`; {default!r} by default."
     return get
 
 
@@ -166,6 +159,6 @@ def _refusal(name: str, instead: str) -> Callable[..., NoReturn]:
 
 
 for _name, _reads in GETTERS.items():
-    setattr(ReportingEngine, _name, _getter(_name, _reads))
+    setattr(ReportingEngine, _name, _getter(_name, *_reads))
 for _name, _instead in REFUSED.items():
     setattr(ReportingEngine, _name, _refusal(_name, _instead))

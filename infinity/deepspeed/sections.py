@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from infinity.config.precision import BF16, FP16
-from infinity.deepspeed.engine_names import GETTERS, OffloadDeviceEnum
+from infinity.deepspeed.engine_names import GETTERS, OffloadDeviceEnum, scaler_arguments
 from infinity.deepspeed.settings import FailedConfigCheck
 from infinity.observe.log import logger
 
@@ -151,12 +151,8 @@ def _replaced_by(target: str, convert: Any = None, moves: bool = True) -> Any:
     return Field(None, json_schema_extra=extra | ({} if convert is None else {"new_param_fn": convert}))
 
 
-def _param_on_cpu(on: bool) -> DeepSpeedZeroOffloadParamConfig | None:
-    return DeepSpeedZeroOffloadParamConfig.model_validate({"device": "cpu"}) if on else None
-
-
-def _optimizer_on_cpu(on: bool) -> DeepSpeedZeroOffloadOptimizerConfig | None:
-    return DeepSpeedZeroOffloadOptimizerConfig.model_validate({"device": "cpu"}) if on else None
+def _on_cpu(section: type[DeepSpeedConfigModel], on: bool) -> DeepSpeedConfigModel | None:
+    return section.model_validate({"device": "cpu"}) if on else None
 
 
 class DeepSpeedZeroConfig(_Plain):  # type: ignore[misc]  # made above
@@ -177,8 +173,8 @@ class DeepSpeedZeroConfig(_Plain):  # type: ignore[misc]  # made above
     pipeline_loading_checkpoint: bool = False
     override_module_apply: bool = True
 
-    cpu_offload: bool | None = _replaced_by("offload_optimizer", _optimizer_on_cpu)
-    cpu_offload_param: bool | None = _replaced_by("offload_param", _param_on_cpu)
+    cpu_offload: bool | None = _replaced_by("offload_optimizer", partial(_on_cpu, DeepSpeedZeroOffloadOptimizerConfig))
+    cpu_offload_param: bool | None = _replaced_by("offload_param", partial(_on_cpu, DeepSpeedZeroOffloadParamConfig))
     cpu_offload_use_pin_memory: bool | None = _replaced_by("offload_param or offload_optimizer", moves=False)
     stage3_gather_fp16_weights_on_model_save: bool | None = _replaced_by("gather_16bit_weights_on_model_save")
 
@@ -224,13 +220,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel, FP16):
 
     def dynamic_loss_scale_args(self) -> dict[str, Any]:
         """Return the dynamic scale's parameters, under the names of DeepSpeed's loss scaler."""
-        return {
-            "init_scale": self.initial_dynamic_scale(),
-            "scale_window": self.loss_scale_window,
-            "delayed_shift": self.hysteresis,
-            "consecutive_hysteresis": self.consecutive_hysteresis,
-            "min_scale": self.min_loss_scale,
-        }
+        return scaler_arguments(self, self.initial_dynamic_scale())
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from infinity.deepspeed.engine_names import Reads, read
+from infinity.deepspeed.engine_names import read
 from infinity.errors import ConfigError, ModelError, RanksError, StorageError, UsageError
 from infinity.observe.log import logger
 
@@ -49,7 +49,9 @@ def make_config(settings: Mapping[str, Any], model: nn.Module) -> Config:
     fill = Fill(hidden_size=hidden_size_of(model))
     config = Config.load(settings, dialect="deepspeed", fill=fill)
     if config.zero_optimization.stage < 3:
-        content = {**settings, "infinity": _resident(model) | dict(settings.get("infinity") or {})}
+        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        resident = {"cache_bytes": 2 * nbytes + (1 << 20), "update": "after_backward"}
+        content = {**settings, "infinity": {**resident, **(settings.get("infinity") or {})}}
         config = Config.load(content, dialect="deepspeed", fill=fill)
     for folder in map(Path, config.zero_optimization.nvme_paths):
         try:
@@ -66,10 +68,10 @@ def in_dtype_of(model: nn.Module, settings: Mapping[str, Any]) -> Mapping[str, A
 
     DeepSpeed trains such a model in its dtype. fp16 then has no loss scale, as there.
     """
-    switches = (Reads(f"{name}.enabled", False) for name in ("bf16", "bfloat16", "fp16", "torch_autocast"))
+    switches = ("bf16", "bfloat16", "fp16", "torch_autocast")
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     section = _SECTION_OF.get(dtypes.pop()) if len(dtypes) == 1 else None
-    if section is None or any(read(settings, switch) is True for switch in switches):
+    if section is None or any(read(settings, f"{name}.enabled") is True for name in switches):
         return settings
     name, keys = section
     logger.info("the model's parameters are in 16 bits, so %s.enabled is true", name)
@@ -84,13 +86,10 @@ _SECTION_OF: dict[torch.dtype, tuple[str, dict[str, Any]]] = {
 
 def tag_validation(settings: Mapping[str, Any]) -> str:
     """Return what happens if ranks save under different tags: "WARN", "IGNORE" or "FAIL". Raises ConfigError."""
-    mode = read(settings, Reads("checkpoint.tag_validation", "WARN"))
-    if not isinstance(mode, str) or mode.upper() not in _TAG_VALIDATION:
+    mode = read(settings, "checkpoint.tag_validation", "WARN")
+    if not isinstance(mode, str) or mode.upper() not in ("WARN", "IGNORE", "FAIL"):
         raise ConfigError(f'checkpoint.tag_validation: must be "Ignore", "Warn" or "Fail", not {mode!r}')
     return mode.upper()
-
-
-_TAG_VALIDATION = ("WARN", "IGNORE", "FAIL")
 
 
 def without_auto_schedule(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,12 +98,6 @@ def without_auto_schedule(settings: Mapping[str, Any]) -> dict[str, Any]:
     params = schedule.get("params") if isinstance(schedule, Mapping) else None
     is_auto = isinstance(params, Mapping) and params.get("total_num_steps") == "auto"
     return {key: value for key, value in settings.items() if not (is_auto and key == "scheduler")}
-
-
-def _resident(model: nn.Module) -> dict[str, Any]:
-    """Return keys of section `infinity` that keep all parameters of `model` readable between steps."""
-    nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return {"cache_bytes": 2 * nbytes + (1 << 20), "update": "after_backward"}
 
 
 class FailedConfigCheck(ConfigError, AssertionError):

@@ -11,11 +11,9 @@ from torch import nn
 
 from infinity.checkpoint.format import LATEST, names_of_buffers
 from infinity.comm.agreement.announcements import Operation
-from infinity.deepspeed.checkpoint_files import write_script
-from infinity.deepspeed.engine_names import OffloadDeviceEnum, OffloadStateTypeEnum, Reads, read
+from infinity.deepspeed.engine_names import OffloadDeviceEnum, OffloadStateTypeEnum, read
 from infinity.deepspeed.reports import ReportingEngine
 from infinity.deepspeed.settings import FailedRanksCheck, WrongValue, tag_validation
-from infinity.engine.base import BaseEngine
 from infinity.engine.gather import set_full_fp32_param
 from infinity.engine.inference import InferenceEngine
 from infinity.engine.training import TrainingEngine
@@ -27,14 +25,30 @@ from infinity.observe.log import logger
 if TYPE_CHECKING:
     from infinity.config.batch import Batch
 
+_GATHERS = (
+    "stage3_gather_16bit_weights_on_model_save",
+    "gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save",
+)
+"""Names of the key without which a model of stage 3 is not gathered into one file."""
+_SCRIPT = """#!/usr/bin/env python
+# Writes the fp32 weights of a checkpoint in this folder: zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR
+from infinity.deepspeed.utils.zero_to_fp32 import main
+
+main()
+"""
+
 
 class SavingEngine(ReportingEngine):
     """Saves and loads the model and the states of `engine`."""
 
-    def __init__(self, engine: BaseEngine, settings: Mapping[str, Any]) -> None:
-        super().__init__(engine, settings)
+    _engine: TrainingEngine | InferenceEngine
+
+    def __init__(
+        self, engine: TrainingEngine | InferenceEngine, settings: Mapping[str, Any], client_optimizer: Any
+    ) -> None:
+        super().__init__(engine, settings, client_optimizer)
         self._trainer = engine if isinstance(engine, TrainingEngine) else None
-        self._runner = engine if isinstance(engine, InferenceEngine) else None
         self.global_samples = 0
         """Number of samples in all steps so far."""
 
@@ -51,12 +65,12 @@ class SavingEngine(ReportingEngine):
     @property
     def global_steps(self) -> int:
         """Steps so far, in all; without an optimizer, those of the loaded checkpoint."""
-        return (self._runner or self.training_engine).global_steps
+        return self._engine.global_steps
 
     @property
     def skipped_steps(self) -> int:
         """Steps so far that an overflow skipped; without an optimizer, those of the loaded checkpoint."""
-        return (self._runner or self.training_engine).skipped_steps
+        return self._engine.skipped_steps
 
     @property
     def _batch(self) -> Batch:
@@ -104,13 +118,18 @@ class SavingEngine(ReportingEngine):
         if custom_load_fn is not None:
             self._engine.load_with(lambda model: custom_load_fn(src=states, dst=model))
             return
-        parameters = self._by_key()
+        pieces = Pieces(self.module)
+        parameters: dict[str, list[tuple[nn.Parameter, Piece]]] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            piece = pieces.of(name, parameter)
+            parameters.setdefault(piece.name, []).append((parameter, piece))  # several for the tiles of a tensor
         buffers = names_of_buffers(self.module)
         missing, unexpected = {*parameters, *buffers} - set(states), set(states) - {*parameters, *buffers}
         if strict and (missing or unexpected):
+            listed = [", ".join(sorted(names)) or "none" for names in (missing, unexpected)]
             raise UsageError(
-                f"the state dict does not fit the model (missing: {_listed(missing)}; unexpected: "
-                f"{_listed(unexpected)}): pass the state dict of the same model, or strict=False"
+                f"the state dict does not fit the model (missing: {listed[0]}; unexpected: {listed[1]}): pass the "
+                "state dict of the same model, or strict=False"
             )
         for name, value in states.items():
             if name in parameters:
@@ -141,10 +160,11 @@ class SavingEngine(ReportingEngine):
         if not save_dir:
             raise WrongValue(f"save_dir is {save_dir!r}: pass the path of a folder")
         name = self._agreed(f"global_step{self.global_steps}" if tag is None else str(tag))
-        engine = self._runner or self.training_engine
-        engine.save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters)
+        self._engine.save_checkpoint(save_dir, name, client_state, save_latest, exclude_frozen_parameters)
         if self._engine.ranks.is_main_rank:
-            write_script(Path(save_dir))
+            script = Path(save_dir) / "zero_to_fp32.py"
+            script.write_text(_SCRIPT, encoding="utf-8")
+            script.chmod(script.stat().st_mode | 0o111)
         return True
 
     def checkpoint_tag_validation_enabled(self) -> bool:
@@ -198,10 +218,10 @@ class SavingEngine(ReportingEngine):
         if tag is None and not (Path(load_dir) / LATEST).is_file():
             logger.warning("no checkpoint was loaded: %s has no file %r; pass a tag", load_dir, LATEST)
             return None, None
-        if self._runner is not None:
-            path, client_state = self._runner.load_checkpoint(load_dir, tag, strict=load_module_strict)
+        engine = self._engine
+        if isinstance(engine, InferenceEngine):
+            path, client_state = engine.load_checkpoint(load_dir, tag, strict=load_module_strict)
             return str(path), client_state
-        engine = self.training_engine
         folder, client_state = engine.load_checkpoint(
             load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
         )
@@ -216,7 +236,8 @@ class SavingEngine(ReportingEngine):
 
         In stage 3 without `stage3_gather_16bit_weights_on_model_save` it saves nothing and returns False, as DeepSpeed.
         """
-        if self.zero_optimization_partition_weights() and not self._may_gather():
+        gathers = any(read(self.config, f"zero_optimization.{name}", False) for name in _GATHERS)
+        if self.zero_optimization_partition_weights() and not gathers:
             path = Path(save_dir) / save_filename
             logger.info("%s was not saved: stage3_gather_16bit_weights_on_model_save is false", path)
             return False
@@ -225,11 +246,6 @@ class SavingEngine(ReportingEngine):
     def save_fp16_model(self, save_dir: str | Path, save_filename: str = "pytorch_model.bin") -> bool:
         """Old name of `save_16bit_model`."""
         return self.save_16bit_model(save_dir, save_filename)
-
-    def _may_gather(self) -> bool:
-        names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
-        old = "stage3_gather_fp16_weights_on_model_save"
-        return any(read(self.config, Reads(f"zero_optimization.{name}", False)) for name in (*names, old))
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
@@ -240,10 +256,8 @@ class SavingEngine(ReportingEngine):
         """
         frozen = self._frozen() if exclude_frozen_parameters else set()
         keeps = self._engine.ranks.is_main_rank
-        states: dict[str, torch.Tensor] = {}
-        for name, value in self._engine.stream_state_dict():
-            if keeps and name not in frozen:
-                states[name] = value
+        stream = self._engine.stream_state_dict()
+        states = {name: value for name, value in stream if keeps and name not in frozen}
         return states if keeps else None
 
     def offload_states(
@@ -279,14 +293,6 @@ class SavingEngine(ReportingEngine):
         """Move the states back to the device, with the same bits. Idempotent. non_blocking has no effect."""
         self.training_engine.reload_states()
 
-    def _by_key(self) -> dict[str, list[tuple[nn.Parameter, Piece]]]:
-        """Return key of the state dict → the parameter, or the tiles of the tensor there."""
-        pieces, found = Pieces(self.module), dict[str, list[tuple[nn.Parameter, Piece]]]()
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            piece = pieces.of(name, parameter)
-            found.setdefault(piece.name, []).append((parameter, piece))
-        return found
-
     def _frozen(self) -> set[str]:
         pieces = Pieces(self.module)
         named = self.module.named_parameters()
@@ -300,7 +306,3 @@ def _part(value: torch.Tensor, piece: Piece) -> torch.Tensor:
         shapes = f"{list(piece.shape)}, the value {list(getattr(value, 'shape', ()))}"
         raise UsageError(f"{piece.name} has shape {shapes}: pass a value of the layer's shape")
     return value[piece.place]
-
-
-def _listed(names: set[str]) -> str:
-    return ", ".join(sorted(names)) or "none"

@@ -13,10 +13,8 @@ import torch
 from torch import nn
 
 import infinity.engine.gather as gather
-from infinity.engine.base import BaseEngine
 from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
-from infinity.units.residents import owner_of
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -76,9 +74,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's part of the fp32 master. All ranks must call it."""
-    whole = _joined(param, value)
-    if whole is not None:
-        safe_set_full_fp32_param(param, whole)
+    _set_local(param, value, safe_set_full_fp32_param)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -88,9 +84,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Set this rank's part of a moment. All ranks must call it."""
-    whole = _joined(param, value)
-    if whole is not None:
-        safe_set_full_optimizer_state(param, whole, optim_state_key)
+    _set_local(param, value, safe_set_full_optimizer_state, optim_state_key)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -100,22 +94,15 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's part of the step's gradient. All ranks must call it."""
-    whole = _joined(param, value)
-    if whole is not None:
-        safe_set_full_grad(param, whole)
+    _set_local(param, value, safe_set_full_grad)
 
 
 def _trained(param: nn.Parameter) -> TrainingEngine | None:
     """Return the open engine that trains `param`; None for other parameters."""
-    engine = _engine_of(param)
-    owner = owner_of(param)
-    trains = isinstance(engine, TrainingEngine) and owner is not None and owner.unit.layout.trainable
-    return engine if trains and param.requires_grad and isinstance(engine, TrainingEngine) else None
-
-
-def _engine_of(param: nn.Parameter) -> BaseEngine | None:
     found = gather._find(param)
-    return None if found is None else found[0]
+    if found is None or not isinstance(found[0], TrainingEngine):
+        return None
+    return found[0] if found[1].layout.trainable and param.requires_grad else None
 
 
 def _stage3(param: nn.Parameter) -> TrainingEngine | None:
@@ -129,26 +116,22 @@ def _stage3(param: nn.Parameter) -> TrainingEngine | None:
     return engine
 
 
-def _length(numel: int, ranks: int) -> int:
-    return -(-numel // ranks)
-
-
 def _part(param: nn.Parameter, whole: torch.Tensor | None) -> torch.Tensor | None:
     engine = _stage3(param)
     if engine is None or whole is None:
         return None
-    length = _length(whole.numel(), engine.ranks.size)
+    length = -(-whole.numel() // engine.ranks.size)
     padded = torch.zeros(length * engine.ranks.size, dtype=whole.dtype, device=whole.device)
     padded[: whole.numel()] = whole.flatten()
     return padded[engine.ranks.rank * length :][:length].clone()
 
 
-def _joined(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor | None:
-    """Return the parts of all ranks as one tensor in the shape of `param`."""
+def _set_local(param: nn.Parameter, value: torch.Tensor, set_full: Callable[..., None], *key: str) -> None:
+    """Join the parts of all ranks to one tensor in the shape of `param`, and pass it to `set_full`."""
     engine = _stage3(param)
     if engine is None:
-        return None
-    length = _length(param.numel(), engine.ranks.size)
+        return
+    length = -(-param.numel() // engine.ranks.size)
     flat = value.detach().flatten().cpu().float()
     if flat.numel() != length:
         raise UsageError(
@@ -156,4 +139,4 @@ def _joined(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor | None:
             f"has {length}: pass a value like that of the local get function"
         )
     parts: list[torch.Tensor] = engine.ranks.gather(flat)
-    return torch.cat(parts)[: param.numel()].view(param.shape)
+    set_full(param, torch.cat(parts)[: param.numel()].view(param.shape), *key)

@@ -70,7 +70,6 @@ WHOLE = {
     "ops.aio_handle": "aio_handle",
     "ops.op_builder": "op_builder",
     "runtime.activation_checkpointing.checkpointing": "recompute",
-    "runtime.config": "config",
     "runtime.zero.partition_parameters": "zero_init",
     "runtime.zero.tiling": "tiling",
     "utils.tensor_fragment": "tensor_fragment",
@@ -136,6 +135,9 @@ NAMES: dict[str, dict[str, str]] = {
     "ops.lion": {"optimizers": "DeepSpeedCPULion FusedLion"},
     "runtime.base_optimizer": {
         "infinity.engine.optimizer": "DeepSpeedOptimizer=UnitOptimizer ZeROOptimizer=UnitOptimizer"
+    },
+    "runtime.config": {
+        "config": "DEEPSPEED_OPTIMIZERS DeepSpeedConfig DeepSpeedConfigError get_gradient_clipping get_log_level"
     },
     "runtime.config_utils": {"helpers": "logger", "sections": "DeepSpeedConfigModel"},
     "runtime.constants": {"engine": "ROUTE_TRAIN"},
@@ -221,7 +223,17 @@ _CONFIG_KEYS = """
     zero_force_ds_cpu_optimizer
 """
 
+_OPTIMIZERS = """
+    adagrad adam adamw lion lamb onebit_adam zero_one_adam onebit_lamb muadam muadamw musgd muon
+"""
+
 CONSTANTS: dict[str, dict[str, object]] = {
+    "runtime.config": {
+        **{f"{name.upper()}_OPTIMIZER": name.replace("_", "") for name in _OPTIMIZERS.split()},
+        "TORCH_ADAM_PARAM": "torch_adam",
+        "ADAM_W_MODE": "adam_w_mode",
+        "ADAM_W_MODE_DEFAULT": True,
+    },
     "runtime.constants": {
         **{key.upper(): key for key in _CONFIG_KEYS.split()},
         **{f"ROUTE_{route.upper()}": route for route in ("eval", "predict", "encode")},

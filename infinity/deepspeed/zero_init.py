@@ -6,8 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from os import PathLike
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +20,6 @@ from infinity.deepspeed.settings import make_config, read_settings, without_auto
 from infinity.engine.base import BaseEngine, open_engines
 from infinity.errors import ConfigError, user_level
 from infinity.units.unit import Unit
-
-if TYPE_CHECKING:
-    from infinity.config import Config
 
 
 class Init:
@@ -68,8 +64,9 @@ class Init:
         for name in (name for name, value in refused.items() if value):
             raise ConfigError(f"zero.Init({name}=…) has no counterpart here: leave it out")
         source = config_dict_or_path if config_dict_or_path is not None else config
+        settings = {} if source is None else read_settings(source)
         self._enabled = enabled
-        self._config = _init_config({} if source is None else read_settings(source))
+        self._config = make_config(without_auto_schedule(settings), nn.Module())  # no batch sizes yet
         self._dtype = dtype or _DTYPES.get((self._config.bf16.enabled, self._config.fp16.enabled))
         self._blocks: list[ExitStack] = []
         """Callbacks that end the open blocks, since one object may be entered several times."""
@@ -80,7 +77,10 @@ class Init:
                 init_distributed()  # as DeepSpeed; transformers asks for the rank when it fills in the weights
                 stack.enter_context(building())
                 stack.enter_context(init_context.Init(self._config))
-                stack.enter_context(_default_dtype(self._dtype))
+                _outside.append(torch.get_default_dtype())
+                stack.callback(_outside.pop)
+                if self._dtype is not None:
+                    stack.enter_context(_default_dtype(self._dtype))
             self._blocks.append(stack.pop_all())
         return self
 
@@ -93,36 +93,23 @@ _outside: list[torch.dtype] = []
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Make `dtype` torch's default for the block; None: leave it."""
-    _outside.append(torch.get_default_dtype())
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
     try:
-        if dtype is not None:
-            torch.set_default_dtype(dtype)
         yield
     finally:
-        before = _outside.pop()
-        if dtype is not None:
-            torch.set_default_dtype(before)
+        torch.set_default_dtype(before)
 
 
 @contextmanager
 def outside_of_init() -> Iterator[None]:
     """Undo the default dtype of open blocks of `Init`, while an engine is constructed."""
-    inside = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(_outside[0] if _outside else inside)
+    with _default_dtype(_outside[0] if _outside else torch.get_default_dtype()):
         yield
-    finally:
-        torch.set_default_dtype(inside)
 
 
 _DTYPES = {(True, False): torch.bfloat16, (False, True): torch.float16}
-
-
-def _init_config(settings: dict[str, Any]) -> Config:
-    """Return the config for construction, which needs no batch sizes and no scheduler."""
-    return make_config(without_auto_schedule(settings), nn.Module())
 
 
 class _Gathered(gather.GatheredParameters):
@@ -195,10 +182,8 @@ class GatheredParameters:
             stack.enter_context(gathered(self._params, self._modifier))
             self._blocks.append(stack.pop_all())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._blocks.pop().__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        self._blocks.pop().__exit__(*raised)
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:

@@ -1,14 +1,18 @@
 """Reads the fp32 weights of a checkpoint without an engine, under the names of DeepSpeed's `zero_to_fp32`.
 
-Reads checkpoints of engines and of DeepSpeed. `python -m infinity.deepspeed.utils.zero_to_fp32 CHECKPOINT_DIR
-OUTPUT_DIR` has the arguments of DeepSpeed's script.
+Reads checkpoints of engines and of DeepSpeed, and finds the files in which Lightning looks for weights, stage and
+client_state. `python -m infinity.deepspeed.utils.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR` has the arguments of
+DeepSpeed's script.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +21,8 @@ from safetensors import safe_open
 from torch import nn
 
 from infinity.checkpoint.export import export
-from infinity.checkpoint.format import BUFFERS, LATEST, find, read_tag
+from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, INDEX, LATEST, file_in, find, read_index, read_tag
 from infinity.checkpoint.saved import CheckpointFolder, check_contents, check_files
-from infinity.deepspeed.checkpoint_files import get_model_state_file, get_model_state_files, get_optim_files
 from infinity.deepspeed.importer import zero_to_fp32 as theirs
 from infinity.errors import UsageError
 from infinity.inputs import replacing
@@ -145,16 +148,51 @@ def _is_deepspeeds(directory: str | Path, tag: str | None) -> bool:
     return any((folder / tag if tag else folder).glob("*_states.pt"))
 
 
-__all__ = [
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "convert_zero_checkpoint_to_state_dict",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "get_model_state_file",
-    "get_model_state_files",
-    "get_optim_files",
-    "load_state_dict_from_zero_checkpoint",
-    "main",
-]
+_STAGE = 3
+
+
+def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
+    """Return DeepSpeed's files of the optimizer. For a checkpoint of an engine: one that holds only `zero_stage`.
+
+    checkpoint_dir: the folder of a tag. Raises CheckpointError if it holds no checkpoint.
+    """
+    return _theirs(Path(checkpoint_dir), "*_optim_states.pt") or [_stage_file()]
+
+
+def get_model_state_files(checkpoint_dir: str | Path) -> list[str]:
+    """Return DeepSpeed's files of the model. For a checkpoint of an engine: the one that holds its client_state."""
+    folder = Path(checkpoint_dir)
+    return _theirs(folder, "*_model_states.pt") or [str(file_in(folder, CLIENT_STATE))]
+
+
+def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
+    """Return the file of `get_model_state_files` that rank 0 saved."""
+    found = get_model_state_files(checkpoint_dir)
+    name = f"{'zero_pp_rank_0_' if zero_stage >= _STAGE else ''}mp_rank_00_model_states.pt"
+    return next((path for path in found if Path(path).name == name), found[0])
+
+
+def _theirs(folder: Path, pattern: str) -> list[str]:
+    """Return the files of a DeepSpeed checkpoint, in the order of ranks; none for one of an engine."""
+    if (folder / INDEX).exists():
+        return []
+    found = sorted(folder.glob(pattern), key=lambda path: [int(each) for each in re.findall(r"\d+", path.name)])
+    if not found:
+        read_index(folder)  # raises the error
+    return list(map(str, found))
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder that is removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="infinity-")
+
+
+def _stage_file() -> str:
+    """Return a file with the stage, in a temporary folder: checkpoints of engines load in every stage."""
+    path = Path(_folder().name) / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    torch.save({"optimizer_state_dict": {"zero_stage": _STAGE}}, path)
+    return str(path)
 
 
 if __name__ == "__main__":

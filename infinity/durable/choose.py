@@ -54,8 +54,8 @@ def choose(ranks: int, seen: Sequence[Mapping[int, Seen]], run: Path) -> tuple[S
         for view in views:
             for rank, numbers in view.commits.items():
                 commits.setdefault(rank, set()).update(numbers)
-        number = files.last_commit(before, commits)
-        if number:
+        common = set.intersection(*(commits.get(rank, set()) for rank in range(before)))
+        if number := max(common, default=0):
             check_jobs({job for view in views for (_, own), job in view.jobs.items() if own == number}, run)
             is_same = before == ranks and len(views) == len(seen) and all(view.is_same for view in views)
             return Source(generation, number, before), is_same
@@ -101,25 +101,19 @@ def _check_begun(ranks: int, commits: Mapping[int, set[int]], damaged: set[int],
 
 def last_source(ranks: Communicator, run: Path) -> Source | None:
     """Return the last commit of a run that this process does not hold. Collective."""
-    generations = files.read_generations(run)
-    seen = {each.number: Seen(_ranks_of(each), each.commits, False, each.damaged, each.jobs) for each in generations}
-    return choose(0, ranks.gather(seen), run)[0]
+    return choose(0, ranks.gather(seen_by(run)), run)[0]
 
 
 def digest(layout: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()
 
 
-def seen_by(run: Path, rank: int, manifest: Manifest) -> dict[int, Seen]:
+def seen_by(run: Path, rank: int = 0, manifest: Manifest | None = None) -> dict[int, Seen]:
+    """Return generation → what this rank sees of it. manifest: its present one; None if it does not hold the run."""
     found = {}
-    for generation in files.read_generations(run):
-        own = generation.manifests.get(rank)
-        is_same = own is not None and digest(own.layout) == digest(manifest.layout)
-        found[generation.number] = Seen(
-            _ranks_of(generation), generation.commits, is_same, generation.damaged, generation.jobs
-        )
+    for each in files.read_generations(run):
+        own = each.manifests.get(rank)
+        is_same = own is not None and manifest is not None and digest(own.layout) == digest(manifest.layout)
+        ranks = max(one.ranks for one in each.manifests.values())
+        found[each.number] = Seen(ranks, each.commits, is_same, each.damaged, each.jobs)
     return found
-
-
-def _ranks_of(generation: files.Generation) -> int:
-    return max(each.ranks for each in generation.manifests.values())

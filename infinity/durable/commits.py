@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity import concurrency
+from infinity.checkpoint.format import Progress
 from infinity.comm.side import SideChannel
-from infinity.durable.record import CHECKSUMS, Progress, Record
+from infinity.durable.record import CHECKSUMS, Record
 from infinity.durable.run import DurableRun
 from infinity.errors import StorageError, UsageError
 from infinity.plan.io import Durable

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from infinity.checkpoint.rank_states import file_sizes
 from infinity.durable import folder as files
 from infinity.durable.manifest import Manifest
 from infinity.durable.record import Record, read_record
 from infinity.durable.source import states_of
 from infinity.errors import CheckpointError
-from infinity.plan.io import shares
 from infinity.tiers.open_tiers import states_in
 
 
@@ -76,11 +76,6 @@ def owned(run: Path) -> Iterator[Path]:
         raise CheckpointError(_named(error, held, run)) from error
     finally:
         os.close(fd)
-
-
-def check_idle(run: Path) -> None:
-    """Raise StorageError if a process trains the run."""
-    files.check_unheld(run, 0)
 
 
 def condition(held: Path, run: Path, *, verify: bool) -> Condition:
@@ -151,13 +146,12 @@ def _faults(
         yield f"its record of commit {number} is missing or damaged"
     elif len(record.slots) != len(manifest.layout["extents"]):
         yield f"its record of commit {number} is of another layout"
-    sizes = _file_sizes(manifest)
     others = list(map(Path, manifest.runs[1:]))
     shown, present = (
         states_in([files.generation_folder(each, generation) for each in (first, *others)], rank)
         for first in (run, held)
     )
-    for name, path, nbytes in zip(shown, present, sizes, strict=True):
+    for name, path, nbytes in zip(shown, present, file_sizes(manifest.layout), strict=True):
         try:
             status = os.lstat(path)
         except OSError as error:
@@ -187,14 +181,6 @@ def _differences(
 def _named(error: CheckpointError, held: Path, run: Path) -> str:
     """Return the text of an error with the name of the folder `held`."""
     return str(error).replace(f"{held}/", f"{run}/")
-
-
-def _file_sizes(manifest: Manifest) -> list[int]:
-    """Return the bytes of a rank's states in each folder."""
-    layout = manifest.layout
-    if layout["folders"] == 1:
-        return [layout["nbytes"]]
-    return shares(layout["nbytes"], layout["chunk"], layout["folders"])
 
 
 def _check_owner(status: os.stat_result, path: Path) -> None:

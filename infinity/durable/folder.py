@@ -19,7 +19,7 @@ import shutil
 import stat
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,12 +107,6 @@ def ranks_in(folder: Path) -> list[int]:
     """Return the ranks that have a manifest in the folder of a generation, which may be damaged."""
     names = (path.name.removeprefix("rank-").removesuffix(MANIFEST) for path in _listed(folder, f"rank-*{MANIFEST}"))
     return sorted(int(name) for name in names if name.isdigit())
-
-
-def last_commit(ranks: int, commits: Mapping[int, Iterable[int]]) -> int:
-    """Return the number of the last commit that every rank has a record of; 0: none. commits: rank → numbers."""
-    common = set.intersection(*(set(commits.get(rank, ())) for rank in range(ranks)))
-    return max(common, default=0)
 
 
 def without_manifest(runs: Sequence[Path]) -> list[Path]:
@@ -223,22 +217,18 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def check_unheld(run: Path, ranks: int) -> None:
-    """Raise StorageError if a process of a job with more ranks holds the run as rank `ranks` or above."""
-    with _unheld(run, ranks):
+def check_unheld(run: Path, first: int = 0) -> None:
+    """Raise StorageError if a process trains the run as rank `first` or above, such as one of a job with more ranks."""
+    with unchanged(run, first):
         pass
 
 
 @contextmanager
-def unchanged(run: Path) -> Iterator[None]:
-    """Keep other processes from training a run in the block. Raises StorageError if one does."""
-    with _unheld(run, 0):
-        yield
+def unchanged(run: Path, first: int = 0) -> Iterator[None]:
+    """Keep other processes from training a run as rank `first` or above in the block. Raises StorageError if one does.
 
-
-@contextmanager
-def _unheld(run: Path, first: int) -> Iterator[None]:
-    """Hold the locks of ranks from `first` on, shared, since all ranks of this job do so at once."""
+    Holds their locks shared, since all ranks of this job do so at once.
+    """
     with ExitStack() as stack:
         for path in _listed(run, "rank-*.lock"):
             number = path.name.removeprefix("rank-").removesuffix(".lock")

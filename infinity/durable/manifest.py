@@ -7,11 +7,11 @@ import json
 import os
 import shutil
 import sys
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infinity.checkpoint.format import crc32_of
 from infinity.errors import CheckpointError
 from infinity.inputs import parse_json, read_input
 from infinity.plan.plan import Plan
@@ -43,7 +43,7 @@ class Manifest:
     def to_json(self) -> str:
         content: dict[str, Any] = {"layout": self.layout, "command": list(self.command), "folder": self.folder}
         content |= {"runs": self.runs, "has_commit": self.has_commit}
-        return json.dumps({"version": _VERSION, "crc32": _crc32(content), **content}, indent=1)
+        return json.dumps({"version": _VERSION, "crc32": crc32_of(content), **content}, indent=1)
 
 
 def manifest_of(plan: Plan, config: Config, ranks: int) -> Manifest:
@@ -64,7 +64,10 @@ def manifest_of(plan: Plan, config: Config, ranks: int) -> Manifest:
                 "numel": unit.numel,
                 "first": unit.first,
                 "tile": plan.placement.tile_sizes.get(unit.index, 0),
-                "states": [[kind.name, str(kind.dtype).removeprefix("torch."), kind.per] for kind in kinds(plan, unit)],
+                "states": [  # in their order in a tile
+                    [kind.name, str(kind.dtype).removeprefix("torch."), kind.per]
+                    for kind in (plan.policy.states(unit.dtype).states if unit.trainable else ())
+                ],
                 "slots": [[slot.name, list(slot.shape), slot.offset, slot.group] for slot in unit.slots],
             }
             for unit in plan.units
@@ -82,11 +85,6 @@ def manifest_of(plan: Plan, config: Config, ranks: int) -> Manifest:
     return Manifest(json.loads(json.dumps(layout)), _command(), _start_folder(), runs)
 
 
-def kinds(plan: Plan, unit: Any) -> tuple[Any, ...]:
-    """Return the optimizer states of a unit in their order in a tile; none of a frozen one."""
-    return plan.policy.states(unit.dtype).states if unit.trainable else ()
-
-
 def read_manifest(path: Path) -> Manifest | None:
     """Return the manifest of a file; None if there is none or it was cut short. Raises CheckpointError if it is newer
     than this version of Infinity.
@@ -100,14 +98,10 @@ def read_manifest(path: Path) -> Manifest | None:
         return None
     if version != _VERSION:
         raise CheckpointError(f"{path} has format version {version}: use a newer Infinity")
-    if crc32 != _crc32(content) or not isinstance(content.get("layout"), dict):
+    if crc32 != crc32_of(content) or not isinstance(content.get("layout"), dict):
         return None
     command, runs = (tuple(map(str, content.get(key, ()))) for key in ("command", "runs"))
     return Manifest(content["layout"], command, str(content.get("folder")), runs, content.get("has_commit") is True)
-
-
-def _crc32(content: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _command() -> tuple[str, ...]:

@@ -20,11 +20,12 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
+from infinity.checkpoint.format import Progress
 from infinity.errors import CheckpointError, StorageError
 from infinity.inputs import open_input, parse_json
 from infinity.tiers.digests import Digests
@@ -42,17 +43,6 @@ _HEAD = struct.Struct("<8sQI")
 _LENGTH = struct.Struct("<I")
 _LARGEST = 1 << 34
 """Bytes of the largest record. It holds the model's buffers and client_state."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Counters, hyper-parameters and schedules after a step, as `infinity.checkpoint.snapshot.Run` has them."""
-
-    global_steps: int
-    skipped_steps: int
-    param_groups: list[dict[str, Any]]
-    lr_scheduler: dict[str, Any] | None
-    loss_scale: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -173,26 +163,21 @@ def write_record(path: Path, record: Record) -> None:
     """
     content = record.packed()
     is_new = not path.exists()
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        _overwrite(fd, content)
-        os.ftruncate(fd, len(content))
-        os.fsync(fd)
-        if is_new:
-            sync_folder(path.parent)
-    except OSError as error:
-        raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
-    finally:
-        os.close(fd)
+    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW) as fd:
+        try:
+            _overwrite(fd, content)
+            os.ftruncate(fd, len(content))
+            os.fsync(fd)
+            if is_new:
+                sync_folder(path.parent)
+        except OSError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from error
 
 
 def sync_folder(folder: Path) -> None:
     """Wait until the names in a folder have reached the drive. Raises OSError."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with _opened(folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def confirm(path: Path) -> None:
@@ -201,11 +186,17 @@ def confirm(path: Path) -> None:
     The process that wrote it may have ended before its sync, or that sync may have failed, after which another one
     would return at once. Raises OSError.
     """
-    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    with _opened(path, os.O_RDWR | os.O_NOFOLLOW) as fd:
         with open(fd, "rb", closefd=False) as file:
             _overwrite(fd, file.read())
         os.fsync(fd)
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
     finally:
         os.close(fd)
 
@@ -219,13 +210,10 @@ def _overwrite(fd: int, content: bytes) -> None:
 
 def invalidate(path: Path, *, sync: bool) -> None:
     """Make a file hold no record. sync: wait until that has reached the drive. Raises OSError."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
+    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW) as fd:
         os.pwrite(fd, bytes(len(_MAGIC)), 0)
         if sync:
             os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _shortened(steps: list[int]) -> list[int]:

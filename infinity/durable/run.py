@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -113,26 +114,23 @@ class DurableRun:
         self._lock.check()
 
     def write(self, record: Record, digests: Digests) -> None:
-        """Write this rank's record of a commit. digests: of its states. Raises OSError."""
+        """Write this rank's record of a commit. digests: of its states. Raises OSError.
+
+        The manifest is written with the first commit, and again if its file was removed, replaced or altered. It is not
+        written before: a process that only loads the run must not leave its command.
+        """
         folder = self.folders[0]
-        self._keep_manifest(files.manifest_file(folder, self.rank))
+        path = files.manifest_file(folder, self.rank)
+        if not self._written or self._written != _identity(path):
+            if self._written:
+                logger.warning("%s was removed or altered while the run trained, and is written again", path)
+            self._put_manifest(path)
         proof = replace(self._proof, block=digests.block)
         record = replace(record, proof=proof, blobs={**record.blobs, DIGESTS: digests.packed})
         write_record(files.record_file(folder, self.rank, record.number), record)
         if record.number <= 2:
             files.sync_names(self.runs, self.generation)
         self.record = record
-
-    def _keep_manifest(self, path: Path) -> None:
-        """Write the manifest with the first commit, and again if its file was removed, replaced or altered.
-
-        It is not written before: a process that only loads the run must not leave its command.
-        """
-        if self._written and self._written == _identity(path):
-            return
-        if self._written:
-            logger.warning("%s was removed or altered while the run trained, and is written again", path)
-        self._put_manifest(path)
 
     def _put_manifest(self, path: Path) -> None:
         _write_manifest(path, self._manifest)
@@ -283,7 +281,5 @@ def _withdraw(runs: Sequence[Path], generation: int, lock: files.Lock | None, *,
 
 
 def _remove_empty(folder: Path) -> None:
-    try:
+    with suppress(OSError):  # others have files there
         folder.rmdir()
-    except OSError:
-        return

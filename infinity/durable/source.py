@@ -29,7 +29,6 @@ from infinity.durable.record import BUFFERS, CHECKSUMS, CLIENT_STATE, RNG, Recor
 from infinity.durable.run import DurableRun
 from infinity.errors import CheckpointError, StorageError
 from infinity.nn.pieces import Piece
-from infinity.observe.log import logger
 from infinity.plan.formats import StateKind
 from infinity.tiers.open_tiers import states_in
 from infinity.units.states import Flats
@@ -52,30 +51,27 @@ class CommittedStates:
         """
         self.path = path
         with well_formed(path):
-            self._open(folders, number, rank, ranks)
-
-    def _open(self, folders: Sequence[Path], number: int, rank: int, ranks: int) -> None:
-        self._manifest = manifest_in(folders[0], 0)
-        self._is_same = self._manifest.ranks == ranks
-        layout = self._manifest.layout
-        if layout["model_parallel"] != 1:
-            raise CheckpointError(
-                f"{self.path} was written by {layout['model_parallel']} tensor-parallel ranks: resume with the number "
-                "of ranks and the settings that wrote it, and save a checkpoint to change them"
-            )
-        records = {writer: _record(folders[0], writer, number) for writer in range(layout["shards"])}
-        check_jobs({record.proof.job for record in records.values()}, self.path)
-        self._shards = Shards(
-            [states_of(folders, writer, manifest_in(folders[0], writer), record) for writer, record in records.items()]
-        )
-        if any(_steps(record) != _steps(records[0]) for record in records.values()):
-            raise CheckpointError(
-                f"{folders[0]} has files of different runs, since ranks differ in their units or steps: copy the files "
-                "of one run to it"
-            )
-        own = rank if self._is_same else 0
-        self._record = records.get(own) or _record(folders[0], own, number)
-        self.index = self._index()
+            self._manifest = manifest_in(folders[0], 0)
+            self._is_same = self._manifest.ranks == ranks
+            layout = self._manifest.layout
+            if layout["model_parallel"] != 1:
+                raise CheckpointError(
+                    f"{self.path} was written by {layout['model_parallel']} tensor-parallel ranks: resume with the "
+                    "number of ranks and the settings that wrote it, and save a checkpoint to change them"
+                )
+            records = {writer: _record(folders[0], writer, number) for writer in range(layout["shards"])}
+            check_jobs({record.proof.job for record in records.values()}, self.path)
+            shards = [states_of(folders, n, manifest_in(folders[0], n), record) for n, record in records.items()]
+            self._shards = Shards(shards)
+            first = records[0]
+            if any((each.progress, each.unit_steps) != (first.progress, first.unit_steps) for each in records.values()):
+                raise CheckpointError(
+                    f"{folders[0]} has files of different runs, since ranks differ in their units or steps: copy the "
+                    "files of one run to it"
+                )
+            own = rank if self._is_same else 0
+            self._record = records.get(own) or _record(folders[0], own, number)
+            self.index = self._index()
 
     def pieces(self, units: Iterable[Unit], model: nn.Module) -> PieceOf:
         return {slot.name: Piece(slot.name, slot.shape) for unit in units for slot in unit.layout.slots}
@@ -90,11 +86,12 @@ class CommittedStates:
                 "tensor-parallel ranks: resume without tensor parallelism, and save a checkpoint to change that"
             )
         if verify:
-            together(ranks, lambda: self._verify(self._shards.ranks[ranks.rank :: ranks.size]))
 
-    def _verify(self, share: Sequence[RankStates]) -> None:
-        for states in share:
-            states.verify()
+            def compare() -> None:
+                for states in self._shards.ranks[ranks.rank :: ranks.size]:
+                    states.verify()
+
+            together(ranks, compare)
 
     def read(self, piece: Piece, kinds: Sequence[StateKind]) -> Flats:
         slot = self._shards.slots[piece.name][1]
@@ -112,13 +109,11 @@ class CommittedStates:
     def generators(self, ranks: Communicator) -> dict[str, Any] | None:
         if self._is_same:
             return rng.unpack_states(self._record.blobs[RNG], self.path)
-        if ranks.is_main_rank:
-            size = ranks.size * ranks.model.size
-            logger.info("RNG states were saved on %d ranks and are not restored on %d", self._manifest.ranks, size)
+        rng.note_unrestored(self._manifest.ranks, ranks)
         return None
 
     def _index(self) -> Index:
-        layout, progress = self._manifest.layout, self._record.progress
+        layout = self._manifest.layout
         parameters: dict[str, Entry] = {}
         for unit, steps in zip(self._shards.ranks[0].units, self._record.unit_steps, strict=True):
             dtype, trainable = unit.layout.dtype, unit.layout.trainable
@@ -126,15 +121,11 @@ class CommittedStates:
                 name = str(dtype).removeprefix("torch.")
                 parameters[slot.name] = Entry(slot.shape, name, trainable, "", step, slot.group)
         return Index(
-            global_steps=progress.global_steps,
             parameters=parameters,
             file_bytes={},
             optimizer=layout["optimizer"],
-            param_groups=progress.param_groups,
-            lr_scheduler=progress.lr_scheduler,
             moments=layout["moments"],
-            skipped_steps=progress.skipped_steps,
-            loss_scale=progress.loss_scale,
+            **vars(self._record.progress),
         )
 
 
@@ -221,11 +212,6 @@ def states_of(folders: Sequence[Path], rank: int, manifest: Manifest, record: Re
     check_layout(record, manifest, folders[0])
     checksums = record.blobs.get(CHECKSUMS, b"")
     return RankStates(states_in(folders, rank), manifest.layout, record.slots, checksums, record.digests)
-
-
-def _steps(record: Record) -> tuple[Any, Any]:
-    """Return the part of a record that is equal on all ranks."""
-    return record.progress, record.unit_steps
 
 
 def together(ranks: Communicator, work: Callable[[], T]) -> T:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -84,9 +83,3 @@ def check_mpu(mpu: Any) -> None:
                 "DTensors (torch.distributed.tensor.parallel.parallelize_module) and leave mpu out; pipeline, "
                 "sequence and expert parallelism are not supported"
             )
-
-
-def set_port(port: int | None) -> None:
-    """Set MASTER_PORT to `port`, unless the launcher has set it."""
-    if port is not None:
-        os.environ.setdefault("MASTER_PORT", str(port))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from infinity.checkpoint.format import aliases_of_buffers, persistent_buffers
+from infinity.checkpoint.format import Progress, aliases_of_buffers, persistent_buffers
 from infinity.comm.agreement.announcements import Announcement, Operation
 from infinity.comm.communicator import Communicator
 from infinity.engine.describe import describe
@@ -47,6 +47,10 @@ class BaseEngine(ABC):
     """The function that constructs such an engine, for messages."""
     _remedy: ClassVar[str] = "make a new one"
     """The fix after the engine has stopped, for messages."""
+    global_steps: int
+    """Number of steps so far; 0 for inference without a loaded checkpoint."""
+    skipped_steps: int
+    """Number of those that were skipped."""
 
     def __init__(self, model: nn.Module, config: Config, parts: EngineParts, dtype: torch.dtype | None) -> None:
         """dtype: that of all floating-point parameters; None: their own."""
@@ -65,12 +69,8 @@ class BaseEngine(ABC):
         self._closed = False
         self._process = os.getpid()
         cast_buffers(self.module, config)
-        precision = ForwardPrecision.of(config, parts.device.torch_device, dtype)
-        around = None if precision is None else precision.around
-        units = parts.units_of_module
-        self._hooks = ModelHooks(
-            self.module, units, parts.runner, parts.coming, self._on_forward, self._on_entry, around
-        )
+        self._precision = ForwardPrecision.of(config, parts.device.torch_device, dtype)
+        self._hooks = ModelHooks(self.module, parts.units_of_module, parts.runner, parts.coming, self)
         open_engines.add(self)
         show_by_default()
         if parts.ranks.is_main_rank:
@@ -87,6 +87,10 @@ class BaseEngine(ABC):
         self._check_open()
         self._conclude_backward()
 
+    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function to call in place of `call`, a forward of the root."""
+        return call if self._precision is None else self._precision.around(call)
+
     def _conclude_backward(self) -> None:
         """Discard a backward that an exception cut short. Call outside of any backward."""
         if self.parts.backward.conclude():
@@ -96,8 +100,7 @@ class BaseEngine(ABC):
     def _on_backward(self) -> None:  # noqa: B027 - inference has nothing to prepare
         """Called when a backward begins."""
 
-    @abstractmethod
-    def _on_backward_end(self) -> None:
+    def _on_backward_end(self) -> None:  # noqa: B027 - inference has nothing to end
         """Called when a backward ends without an exception."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +174,7 @@ class BaseEngine(ABC):
         self._check_open()
         self._hooks.check_replaced()
         self.parts.store.check_held_back()
-        with self._failing():
+        with self.failing():
             self.parts.store.release_all()
 
     def begin_together(self, call: Operation) -> None:
@@ -224,6 +227,10 @@ class BaseEngine(ABC):
         """Return a function that returns True for parameters which a file of the model omits."""
         return self.is_frozen if exclude_frozen else lambda parameter: False
 
+    def _progress(self) -> Progress:
+        """Return the progress that a checkpoint saves."""
+        return Progress(self.global_steps, self.skipped_steps, [], None, None)
+
     # -- shutdown ----------------------------------------------------------------------------------------------------
 
     def close(self, *, restore: bool = False) -> None:
@@ -272,7 +279,7 @@ class BaseEngine(ABC):
         self.close()
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def failing(self) -> Iterator[None]:
         """Stop the engine on errors in the block that leave states inconsistent (I/O, commits, Ctrl-C, other ranks)."""
         try:
             yield

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from infinity.checkpoint import rng
 from infinity.checkpoint.background import Saving
-from infinity.checkpoint.format import Index
+from infinity.checkpoint.format import Index, Progress
 from infinity.checkpoint.load import Loading
 from infinity.checkpoint.save import save
 from infinity.checkpoint.snapshot import Run
 from infinity.comm.agreement.announcements import Operation
-from infinity.durable.record import Progress
+from infinity.durable.record import CLIENT_STATE, RNG
 from infinity.durable.source import check_no_run, check_no_tag, open_saved
 from infinity.engine.base import BaseEngine
-from infinity.engine.durable import DurableSteps, client_state_of, restore_generators
+from infinity.engine.durable import DurableSteps
 from infinity.engine.optimizer.loss_scale import LossScale
 from infinity.engine.optimizer.state_dict import from_plain, to_plain
 from infinity.engine.optimizer.unit_optimizer import UnitOptimizer
@@ -27,15 +29,13 @@ from infinity.engine.weights_file import save_weights
 class CheckpointingEngine(BaseEngine):
     """Saves and loads the states of an engine that trains.
 
-    Subclasses set `updates`, `optimizer`, `lr_scheduler`, `loss_scale`, `global_steps` and `skipped_steps`.
+    Subclasses set `updates`, `optimizer`, `lr_scheduler` and `loss_scale`.
     """
 
     updates: UpdateParts
     optimizer: UnitOptimizer
     lr_scheduler: RateScheduler | None
     loss_scale: LossScale
-    global_steps: int
-    skipped_steps: int
 
     @abstractmethod
     def _check_between_steps(self, what: str) -> None:
@@ -81,7 +81,7 @@ class CheckpointingEngine(BaseEngine):
         self._finish_saving()
         self.settle()
         check_no_run(self.ranks, directory)
-        run, state, durable = self._run_state(), client_state or {}, self.updates.durable
+        run, state, durable = Run(self.config, self._progress()), client_state or {}, self.updates.durable
         return save(
             self.parts,
             self.updates.saver,
@@ -93,7 +93,7 @@ class CheckpointingEngine(BaseEngine):
             background=background,
             latest=save_latest,
             leaves_out=self.left_out(exclude_frozen_parameters),
-            committed=None if durable is None else durable.committed(run),
+            committed=None if durable is None else durable.committed(run.progress),
         )
 
     def save_16bit_model(
@@ -166,7 +166,7 @@ class CheckpointingEngine(BaseEngine):
             loading = Loading(
                 self.parts,
                 self.module,
-                self._run_state(),
+                Run(self.config, self._progress()),
                 saved,
                 verify=verify,
                 load_rng=load_rng and not load_module_only,
@@ -180,8 +180,8 @@ class CheckpointingEngine(BaseEngine):
                     self._restore(loading.index, optimizer=optimizer, scheduler=load_lr_scheduler_states)
                 loading.restore_rng()
         if durable is not None:
-            with self._failing():
-                durable.commit_loaded(saved.path, self._run_state(), self.module, loading.client_state)
+            with self.failing():
+                durable.commit_loaded(saved.path, self._progress(), self.module, loading.client_state)
         return saved.path, loading.client_state
 
     def resume(self, *, verify: bool = True, load_rng: bool = True) -> dict[str, Any] | None:
@@ -202,32 +202,25 @@ class CheckpointingEngine(BaseEngine):
     def _adopt(self, durable: DurableSteps, *, scheduler: bool, load_rng: bool) -> dict[str, Any]:
         """Go on from the last commit in its own slots. Returns its client_state."""
         self._abandon_step()
-        with self._failing():
+        with self.failing():
             record = durable.adopt(self.module)
         self._restore(record.progress, optimizer=True, scheduler=scheduler)
         if load_rng:
-            restore_generators(record, durable.run.path, self.parts.device.torch_device)
+            states = rng.unpack_states(record.blobs[RNG], durable.run.path)
+            rng.restore_states(states, self.parts.device.torch_device)
         durable.run.note_loaded()
-        return client_state_of(record, durable.run.path)
+        return rng.unpack(record.blobs[CLIENT_STATE], durable.run.path)
 
-    def _run_state(self) -> Run:
-        """Return the settings and the progress that a checkpoint saves.
-
-        Raises CheckpointError for a hyper-parameter or a state of the scheduler that cannot be saved.
-        """
-        config, scheduler = self.config, self.lr_scheduler
+    def _progress(self) -> Progress:
+        """Raises CheckpointError for a hyper-parameter or a state of the scheduler that cannot be saved."""
+        scheduler = self.lr_scheduler
         groups = [{key: v for key, v in group.items() if key != "params"} for group in self.optimizer.param_groups]
         schedule = None if scheduler is None else {k: v for k, v in scheduler.state_dict().items() if k != "lr_lambdas"}
-        return Run(
-            optimizer=config.optimizer.type,
-            rule=config.optimizer.rule,
-            moments=config.infinity.moments,
-            seed=config.infinity.seed,
-            global_steps=self.global_steps,
-            skipped_steps=self.skipped_steps,
+        return replace(
+            super()._progress(),
             param_groups=to_plain(groups, "param_groups"),
             lr_scheduler=to_plain(schedule, "lr_scheduler"),
-            loss_scale=self.loss_scale.state_dict() if config.scales_loss else None,
+            loss_scale=self.loss_scale.state_dict() if self.config.scales_loss else None,
         )
 
     def _restore(self, index: Index | Progress, *, optimizer: bool, scheduler: bool) -> None:

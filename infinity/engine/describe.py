@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import State
@@ -14,6 +14,7 @@ from infinity.sizes import counted, show_bytes
 from infinity.tier_kind import TierKind
 
 _HEAD = ("unit", "parameters", "dtype", "param", "gradient", "master and moments")
+_ON_ARRIVAL, _NOWHERE = "on arrival", "-"
 _BLOCK = re.compile(r"(?P<before>(?:[^.]+\.)*?)(?P<number>\d+)(?:\.(?P<inner>.+))?$")
 """Path of a unit in a repeated block: `model.layers.` 0 `mlp`."""
 
@@ -66,99 +67,57 @@ def _durable(plan: Plan) -> Iterator[str]:
         yield f"durable run {durable.run}: two slots of each state in {folders}, {show_bytes(durable.slot_nbytes)}"
 
 
-@dataclass
-class _Row:
-    """Units of one block with the same dtype and tiers. nbytes: by state."""
-
-    numel: int = 0
-    nbytes: dict[State, int] = field(default_factory=dict)
-
-    def add(self, layout: UnitLayout) -> None:
-        self.numel += layout.parameter_numel
-
-    def cells(self, kind: _Kind) -> tuple[str, ...]:
-        return (
-            f"{self.numel:,}",
-            kind.dtype,
-            *(
-                f"{tier} {show_bytes(self.nbytes[state])}" if state in self.nbytes else tier
-                for state, tier in zip(State, kind.tiers, strict=True)
-            ),
-        )
-
-
-@dataclass(frozen=True)
-class _Kind:
-    dtype: str
-    tiers: tuple[str, ...]
-    """Tier of each state, or a word for a state that is stored nowhere."""
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Consecutive units of one repeated block, or a single unit elsewhere."""
-
-    before: str
-    number: str
-    inner: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
 def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
-    for (before, _, rows), alike in groupby(_blocks(plan), key=lambda block: (block.before, block.inner, block.rows)):
-        blocks = list(alike)
-        name = before + blocks[0].number
-        if len(blocks) > 1:
-            name += f" … {blocks[-1].number} ({len(blocks)} alike)"
+    """Yield (name, cells) of each block. Blocks are alike if their units have the same names inside and equal rows."""
+    blocks = []
+    for (before, number), members in groupby(map(_Named.of, plan.units), key=lambda unit: (unit.before, unit.number)):
+        units = list(members)
+        rows = tuple(_cells(plan, [unit.layout for unit in units]))
+        blocks.append((number, (before, tuple(unit.inner for unit in units), rows)))
+    for (before, _, rows), alike in groupby(blocks, key=lambda block: block[1]):
+        numbers = [number for number, _ in alike]
+        name = before + numbers[0]
+        if len(numbers) > 1:
+            name += f" … {numbers[-1]} ({len(numbers)} alike)"
         yield from ((name, *cells) for cells in rows)
 
 
-def _blocks(plan: Plan) -> Iterator[_Block]:
-    for (before, number), members in groupby(plan.units, key=_place):
-        layouts = list(members)
-        yield _Block(before, number, tuple(map(_inner, layouts)), tuple(_cells(plan, layouts)))
+class _Named(NamedTuple):
+    """A unit, with its path before the number of its block, the number, and the path inside of the block."""
 
+    layout: UnitLayout
+    before: str
+    number: str
+    inner: str
 
-def _place(layout: UnitLayout) -> tuple[str, str]:
-    """Return (path before the number, number) of a unit's block; (name, "") for a unit outside of blocks."""
-    match = _BLOCK.match(_path(layout))
-    return (match["before"], match["number"]) if match else (layout.name, "")
-
-
-def _inner(layout: UnitLayout) -> str:
-    match = _BLOCK.match(_path(layout))
-    return match["inner"] or "" if match else ""
-
-
-def _path(layout: UnitLayout) -> str:
-    return layout.name.partition(" (")[0]
+    @classmethod
+    def of(cls, layout: UnitLayout) -> _Named:
+        """Split the name; a unit outside of blocks has no number."""
+        match = _BLOCK.match(layout.name.partition(" (")[0])
+        if match is None:
+            return cls(layout, layout.name, "", "")
+        return cls(layout, match["before"], match["number"], match["inner"] or "")
 
 
 def _cells(plan: Plan, layouts: Sequence[UnitLayout]) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of a block, one row for each kind of units in it."""
-    rows: dict[_Kind, _Row] = {}
+    """Yield the cells of a block, one row for each dtype and tiers of units in it."""
+    alike: dict[tuple[str, ...], list[UnitLayout]] = {}
     for layout in layouts:
-        row = rows.setdefault(_kind(plan, layout), _Row())
-        row.add(layout)
-        for state in State:
-            if plan.placement.holds(layout.index, state) and not _passes(plan, layout, state):
-                row.nbytes[state] = row.nbytes.get(state, 0) + plan.placement.of(layout.index, state).nbytes
-    return (row.cells(kind) for kind, row in rows.items())
+        dtype = str(layout.dtype).removeprefix("torch.")
+        places = (_tier(plan, layout, state) for state in State)
+        alike.setdefault((dtype if layout.trainable else f"{dtype}, frozen", *places), []).append(layout)
+    for (dtype, *tiers), members in alike.items():
+        cells = [f"{sum(layout.parameter_numel for layout in members):,}", dtype]
+        for state, tier in zip(State, tiers, strict=True):
+            stored = tier not in (_ON_ARRIVAL, _NOWHERE)
+            nbytes = sum(plan.placement.of(layout.index, state).nbytes for layout in members) if stored else 0
+            cells.append(f"{tier} {show_bytes(nbytes)}" if stored else tier)
+        yield tuple(cells)
 
 
-def _kind(plan: Plan, layout: UnitLayout) -> _Kind:
-    dtype = str(layout.dtype).removeprefix("torch.")
-    tiers = []
-    for state in State:
-        if _passes(plan, layout, state):
-            tiers.append("on arrival")
-        elif plan.placement.holds(layout.index, state):
-            tiers.append(plan.placement.of(layout.index, state).tier)
-        else:
-            tiers.append("-")
-    return _Kind(dtype if layout.trainable else f"{dtype}, frozen", tuple(tiers))
-
-
-def _passes(plan: Plan, layout: UnitLayout, state: State) -> bool:
-    """Return True for gradients that the update consumes as they arrive, so that their extent is rarely used."""
-    return state is State.GRAD and layout.trainable and plan.update is not None and plan.policy.grads_pass
+def _tier(plan: Plan, layout: UnitLayout, state: State) -> str:
+    """Return the tier of a unit's state, or a word for a state whose extent is rarely used or does not exist."""
+    if state is State.GRAD and layout.trainable and plan.update is not None and plan.policy.grads_pass:
+        return _ON_ARRIVAL
+    held = plan.placement.holds(layout.index, state)
+    return plan.placement.of(layout.index, state).tier if held else _NOWHERE

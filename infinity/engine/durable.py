@@ -6,22 +6,20 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load as load_tensors, save as save_tensors
 from torch import nn
 
 from infinity.checkpoint import rng
 from infinity.checkpoint.committed import Committed
-from infinity.checkpoint.format import buffers_in_memory
+from infinity.checkpoint.format import Progress, buffers_in_memory
 from infinity.checkpoint.load import match_buffers
 from infinity.checkpoint.save import pack_client_state
-from infinity.checkpoint.snapshot import Run
 from infinity.comm.communicator import Communicator
 from infinity.comm.side import SideChannel
 from infinity.durable.commits import Commits, Step
 from infinity.durable.folder import manifest_file
 from infinity.durable.manifest import read_manifest
-from infinity.durable.record import BUFFERS, CLIENT_STATE, RNG, Progress, Record
+from infinity.durable.record import BUFFERS, CLIENT_STATE, RNG, Record
 from infinity.durable.run import DurableRun
 from infinity.durable.source import manifest_in, states_of, together
 from infinity.engine.training_runner import TrainingRunner
@@ -90,7 +88,7 @@ class DurableSteps:
                 "call engine.step() instead"
             )
 
-    def commit(self, progress: Run, model: nn.Module, client_state: dict[str, Any]) -> None:
+    def commit(self, progress: Progress, model: nn.Module, client_state: dict[str, Any]) -> None:
         """Commit the step that has ended, once its updates have. Waits for the commit before it.
 
         Raises CheckpointError if `client_state` cannot be read back, and StorageError if the last commit failed.
@@ -108,13 +106,7 @@ class DurableSteps:
             updates=[each for unit in units if (each := unit.present_update()) is not None],
             updated={u.index for u in units if u.due_update is not None or u.generation != self._generations[u.index]},
             written={name: tier.take_written() for name, tier in self._memory.items()},
-            progress=Progress(
-                progress.global_steps,
-                progress.skipped_steps,
-                progress.param_groups,
-                progress.lr_scheduler,
-                progress.loss_scale,
-            ),
+            progress=progress,
             unit_steps=[unit.steps for unit in units],
             blobs=lambda: {**blobs, RNG: rng.pack(generators), BUFFERS: save_tensors(buffers)},
         )
@@ -153,7 +145,7 @@ class DurableSteps:
 
     # -- save --------------------------------------------------------------------------------------------------------
 
-    def committed(self, progress: Run) -> Committed | None:
+    def committed(self, progress: Progress) -> Committed | None:
         """Return the last commit, if it is complete and its states are the present ones. They must be in their tiers.
 
         None also if it failed, or if its files are gone: the states can then be saved from their tiers.
@@ -164,7 +156,7 @@ class DurableSteps:
         except (StorageError, CheckpointError):
             return None
 
-    def _unchanged(self, progress: Run) -> Committed | None:
+    def _unchanged(self, progress: Progress) -> Committed | None:
         record, run = self.run.record, self.run
         if record is None or not run.is_loaded or not self._commits.are_present:
             return None
@@ -193,7 +185,7 @@ class DurableSteps:
         """Return whether the files of this run in `folder` hold a commit in the present layout."""
         return self.run.holds(folder) and self.run.record is not None
 
-    def commit_loaded(self, source: Path, progress: Run, model: nn.Module, client_state: dict[str, Any]) -> None:
+    def commit_loaded(self, source: Path, progress: Progress, model: nn.Module, client_state: dict[str, Any]) -> None:
         """Commit states that were loaded from `source`, and wait.
 
         No-op if they would replace a commit of this run that was not loaded, which the next step refuses.
@@ -241,13 +233,3 @@ class DurableSteps:
             commits.close()
 
         return end, run.close
-
-
-def client_state_of(record: Record, path: Path) -> dict[str, Any]:
-    """Return the client_state of a commit."""
-    return rng.unpack(record.blobs[CLIENT_STATE], path)
-
-
-def restore_generators(record: Record, path: Path, device: torch.device) -> None:
-    """Restore this rank's RNG states."""
-    rng.restore_states(rng.unpack_states(record.blobs[RNG], path), device)

@@ -181,11 +181,8 @@ def get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     if owner is None:
         return None
     engine, unit, slot = owner
-    flat = engine.updates.gradients.read(unit)
-    place = unit.layout.slots[slot]
-    factor = engine.parts.plan.grad_divisor * engine.loss_scale.value
-    values = flat[place.offset : place.stop].view(place.shape).float() / factor
-    return engine.ranks.model.whole(param, values)
+    _, values, factor = _gradient(engine, unit, slot)
+    return engine.ranks.model.whole(param, values.float() / factor)
 
 
 def set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -201,12 +198,16 @@ def set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         name = unit.layout.slots[slot].name
         raise UsageError(f"{name} has no gradient in this step: call set_full_grad between backward and step")
     trainer = owner[0]
-    flat = trainer.updates.gradients.read(unit)
-    place = unit.layout.slots[slot]
-    factor = trainer.parts.plan.grad_divisor * trainer.loss_scale.value
-    local = trainer.ranks.model.part(param, value)
-    flat[place.offset : place.stop].view(place.shape).copy_(local * factor)
+    flat, values, factor = _gradient(trainer, unit, slot)
+    values.copy_(trainer.ranks.model.part(param, value) * factor)
     trainer.updates.gradients.write(unit, flat)
+
+
+def _gradient(engine: TrainingEngine, unit: Unit, slot: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Return a unit's stored gradient, the view of a parameter's, and the factor by which it exceeds the mean."""
+    flat, place = engine.updates.gradients.read(unit), unit.layout.slots[slot]
+    factor = engine.parts.plan.grad_divisor * engine.loss_scale.value
+    return flat, flat[place.offset : place.stop].view(place.shape), factor
 
 
 def _begin(engine: BaseEngine, unit: Unit, slot: int, state: str, operation: Operation = Operation.READ_STATE) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.background import Saver
-from infinity.checkpoint.load import load_parameters
+from infinity.checkpoint.load import Loading
 from infinity.checkpoint.save import save
 from infinity.checkpoint.snapshot import Run
 from infinity.comm.agreement.announcements import Operation
@@ -62,7 +62,7 @@ class InferenceEngine(BaseEngine):
             if next(model.parameters(), None) is None:
                 raise ModelError("the model has no parameters: call the model directly, without an engine")
             planned = plan_model(model, config, [], seam, ranks, train=False, dtype=dtype)
-            parts = assemble(model, planned, config, seam, ranks, self._on_backward, self._on_backward_end)
+            parts = assemble(model, planned, config, seam, ranks, self)
             undo.callback(parts.closer())
             ranks.barrier()  # raises on all ranks if construction failed on one
             undo.pop_all()
@@ -83,9 +83,6 @@ class InferenceEngine(BaseEngine):
     def _on_forward(self, arguments: object) -> None:
         self.parts.schedule.trace.begin("with gradients" if torch.is_grad_enabled() else "without")
 
-    def _on_backward_end(self) -> None:
-        pass
-
     def load_checkpoint(
         self, directory: str | Path, tag: str | None = None, *, strict: bool = True, verify: bool = True
     ) -> tuple[Path, dict[str, Any]]:
@@ -100,11 +97,14 @@ class InferenceEngine(BaseEngine):
         """
         self.begin_together(Operation.LOAD_CHECKPOINT)
         self.settle()
-        with open_saved(self.ranks, directory, tag) as saved, self._failing():
-            replacing = self._replacing(saved.path)
-            client_state = load_parameters(self.parts, self.module, saved, replacing, strict=strict, verify=verify)
+        with open_saved(self.ranks, directory, tag) as saved, self.failing():
+            loading = Loading(
+                self.parts, self.module, None, saved, verify=verify, load_rng=False, optimizer=False, strict=strict
+            )
+            with self._replacing(saved.path):
+                loading.apply()
             self.global_steps, self.skipped_steps = saved.index.global_steps, saved.index.skipped_steps
-            return saved.path, client_state
+            return saved.path, loading.client_state
 
     def save_checkpoint(
         self,
@@ -122,7 +122,8 @@ class InferenceEngine(BaseEngine):
         self.begin_together(Operation.SAVE_CHECKPOINT)
         self.settle()
         check_no_run(self.ranks, directory)
-        saver, run, state = Saver(), self._run_state(), client_state or {}
+        saver, state = Saver(), client_state or {}
+        run = Run(self.config, self._progress())
         leaves_out = self.left_out(exclude_frozen_parameters)
         try:
             return save(
@@ -130,20 +131,6 @@ class InferenceEngine(BaseEngine):
             )
         finally:
             saver.close(lambda: None)
-
-    def _run_state(self) -> Run:
-        config = self.config
-        return Run(
-            optimizer=config.optimizer.type,
-            rule=config.optimizer.rule,
-            moments=config.infinity.moments,
-            seed=config.infinity.seed,
-            global_steps=self.global_steps,
-            skipped_steps=self.skipped_steps,
-            param_groups=[],
-            lr_scheduler=None,
-            loss_scale=None,
-        )
 
     def is_frozen(self, parameter: nn.Parameter) -> bool:
         """Return whether the parameter was frozen before the engine was constructed, which freezes all."""

@@ -6,6 +6,7 @@ The dataloader of `infinity.initialize`: this rank's micro-batches of a dataset.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from os import PathLike
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from infinity.comm.communicator import refuse
 from infinity.comm.groups import Group, join_process_group
-from infinity.engine.arguments import check_mpu, config_source, load_config, set_port
+from infinity.engine.arguments import check_mpu, config_source, load_config
 from infinity.engine.base import BaseEngine
 from infinity.engine.client_optimizer import ClientOptimizer, MakeOptimizer, construct_optimizer
 from infinity.engine.inference import InferenceEngine
@@ -51,31 +52,26 @@ def make_loader(
     micro-batch on every rank. Otherwise the last micro-batch is smaller, and some ranks repeat samples so that all have
     equally many. Raises ConfigError for data without a length, and for too few samples.
     """
-    _check_data(data, engine, drop_last=drop_last)
-    ranks = engine.ranks
-    sampler: DistributedSampler[Any] = DistributedSampler(data, ranks.size, ranks.rank, drop_last=drop_last)
-    return DataLoader(
-        data,
-        batch_size=engine.batch.micro,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=drop_last,
-        pin_memory=engine.device.type == "cuda",
-    )
-
-
-def _check_data(data: Dataset[Any], engine: TrainingEngine, *, drop_last: bool) -> None:
+    ranks, micro = engine.ranks, engine.batch.micro
     if not isinstance(data, Sized):
         raise ConfigError(
             f"training_data ({type(data).__name__}) has no length: pass a Dataset with __len__ and __getitem__, or "
             "construct a DataLoader of your own"
         )
-    needed = engine.batch.micro * engine.ranks.size if drop_last else 1
-    if len(data) < needed:
+    if len(data) < (micro * ranks.size if drop_last else 1):
         raise ConfigError(
-            f"training_data has {len(data)} samples, too few for one micro-batch on every rank ({engine.batch.micro} × "
-            f"{engine.ranks.size} ranks): lower train_micro_batch_size_per_gpu, or pass more data"
+            f"training_data has {len(data)} samples, too few for one micro-batch on every rank ({micro} × "
+            f"{ranks.size} ranks): lower train_micro_batch_size_per_gpu, or pass more data"
         )
+    sampler: DistributedSampler[Any] = DistributedSampler(data, ranks.size, ranks.rank, drop_last=drop_last)
+    return DataLoader(
+        data,
+        batch_size=micro,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=drop_last,
+        pin_memory=engine.device.type == "cuda",
+    )
 
 
 def initialize(
@@ -122,27 +118,29 @@ def initialize(
     memory and files are released then.
     """
     _check_device(device)
-    set_port(distributed_port)
+    if distributed_port is not None:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))  # unless the launcher has set it
     join_process_group(dist_init_required, device)
     with _reporting_errors(process_group):
         given = load_config(config_source(args, config, config_params))
         check_mpu(mpu)
         _check(model, "infinity.initialize")
         model_parameters = _parameters(model_parameters)
-        client = _client_optimizer(optimizer, model, model_parameters, given)
+        theirs = construct_optimizer(optimizer, model, model_parameters)
+        client = None if theirs is None else ClientOptimizer.of(theirs, model, given.infinity.moments)
         if lr_scheduler is not None and not constructs_schedulers(lr_scheduler):
-            check_scheduler(lr_scheduler, None if client is None else client.optimizer)
-        loaded = _without_replaced(given, client, lr_scheduler)
-    with _host():
+            check_scheduler(lr_scheduler, theirs)
+        loaded = given if client is None else client.configure(given)
+        if lr_scheduler is not None:
+            loaded = loaded.model_copy(update={"scheduler": None})
+    with torch.device("cpu"):  # values are created in host memory before placement
         groups = model_parameters if client is None else client.groups
         engine = TrainingEngine(model, loaded, groups, device=device, process_group=process_group)
     try:
         if client is not None:
             client.hand_over(engine)
         if lr_scheduler is not None:
-            engine.lr_scheduler = construct_scheduler(
-                lr_scheduler, engine.optimizer, None if client is None else client.optimizer
-            )
+            engine.lr_scheduler = construct_scheduler(lr_scheduler, engine.optimizer, theirs)
         if engine.ranks.is_main_rank:
             _log_replaced(given, client, engine if lr_scheduler is not None else None)
         loader = (
@@ -186,7 +184,7 @@ def init_inference(
     with _reporting_errors(process_group):
         config = load_config(config if config is not None else {})
         _check(model, "infinity.init_inference")
-    with _host():
+    with torch.device("cpu"):  # values are created in host memory before placement
         return InferenceEngine(model, config, dtype=dtype, device=device, process_group=process_group)
 
 
@@ -215,22 +213,6 @@ def _check(model: nn.Module, maker: str) -> None:
             "engine.close(restore=True) and pass engine.module."
         )
     check_model(model)
-
-
-def _client_optimizer(
-    optimizer: torch.optim.Optimizer | MakeOptimizer | None,
-    model: nn.Module,
-    parameters: ParamGroups | None,
-    config: Config,
-) -> ClientOptimizer | None:
-    constructed = construct_optimizer(optimizer, model, parameters)
-    return None if constructed is None else ClientOptimizer.of(constructed, model, config.infinity.moments)
-
-
-def _without_replaced(config: Config, client: ClientOptimizer | None, lr_scheduler: Any) -> Config:
-    """Return `config` with the client's optimizer, and without its scheduler if the client has one."""
-    config = config if client is None else client.configure(config)
-    return config if lr_scheduler is None else config.model_copy(update={"scheduler": None})
 
 
 def _log_replaced(config: Config, client: ClientOptimizer | None, scheduled: TrainingEngine | None) -> None:
@@ -275,8 +257,3 @@ def _parameters(parameters: ParamGroups | None) -> ParamGroups | None:
                 )
             entries[number] = {**entry, "params": members}
     return entries
-
-
-def _host() -> torch.device:
-    """Return a context with the CPU as default device, since values are created in host memory before placement."""
-    return torch.device("cpu")

@@ -19,8 +19,7 @@ from infinity.engine.runner import Runner
 from infinity.engine.training_runner import TrainingRunner
 from infinity.grads.collector import GradCollector
 from infinity.grads.store import GradStore
-from infinity.model.backward import BackwardTracker
-from infinity.model.coming import ComingGradients
+from infinity.model.backward import BackwardTracker, ComingGradients
 from infinity.plan.plan import Plan
 from infinity.schedule.schedule import Schedule
 from infinity.tier_kind import TierKind

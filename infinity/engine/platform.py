@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -32,51 +32,21 @@ if TYPE_CHECKING:
     from infinity.config import Config
 
 
-class Platform(Protocol):
-    """Makes the parts of an engine that exchange, store or compute bytes."""
+class Platform:
+    """Makes the parts of an engine that exchange, store or compute bytes, on this machine."""
 
-    @property
-    def kernels(self) -> Kernels: ...
-    def communicator(
-        self, device: Device, *, sharded: bool, group: Group | None, rank_timeout: float
-    ) -> Communicator: ...
-    def prepare(self, model: nn.Module) -> None:
-        """Make the buffers of a model on the meta device, and check that all values exist or can be made."""
-
-    def open_run(self, plan: Plan, config: Config, ranks: Communicator) -> DurableRun | None:
-        """Open the folder of durable states; None if the plan has none."""
-
-    def open_tiers(
-        self, plan: Plan, device: Device, rank: int, durable: DurableFiles | None = None
-    ) -> dict[TierKind, Tier]:
-        """Open the tiers of a plan."""
-
-    def open_activations(self, plan: ActivationPlan | None, device: Device, rank: int) -> ActivationStore | None: ...
-    def stream_in(
-        self,
-        model: nn.Module,
-        found: Sequence[UnitParameters],
-        layouts: Sequence[UnitLayout],
-        states: UnitStates,
-        ranks: Communicator,
-        device: torch.device,
-    ) -> list[Unit]:
-        """Move the values of `model` to their tiers, and its buffers to `device`. Returns the units, released."""
-
-
-class Machine:
-    """This machine."""
-
-    kernels = NATIVE
+    kernels: Kernels = NATIVE
 
     def communicator(self, device: Device, *, sharded: bool, group: Group | None, rank_timeout: float) -> Communicator:
         return Communicator(device, sharded=sharded, group=group, rank_timeout=rank_timeout)
 
     def prepare(self, model: nn.Module) -> None:
+        """Make the buffers of a model on the meta device, and check that all values exist or can be made."""
         make_buffers(model)
         check_values(model)
 
     def open_run(self, plan: Plan, config: Config, ranks: Communicator) -> DurableRun | None:
+        """Open the folder of durable states; None if the plan has none."""
         if plan.io is None or plan.io.durable is None:
             return None
         return open_run(plan, config, ranks)
@@ -98,10 +68,11 @@ class Machine:
         ranks: Communicator,
         device: torch.device,
     ) -> list[Unit]:
+        """Move the values of `model` to their tiers, and its buffers to `device`. Returns the units, released."""
         units = stream_in(model, found, layouts, states, ranks, device)
         share_buffers(model, ranks)
         move_buffers(model, device)
         return units
 
 
-MACHINE = Machine()
+MACHINE = Platform()

@@ -33,7 +33,7 @@ class Profiler:
         """The file to write; None: no profile is asked for."""
         self._recording: Recording | None = None
         """None: the next step has not begun."""
-        self._restore_handler: Callable[[], None] = _nothing
+        self._restore_handler: Callable[[], None] = lambda: None
 
     def begin(self, steps: int, out: str | os.PathLike[str], nbytes: Mapping[TierKind, int] | None) -> None:
         """Record the next `steps` steps. nbytes: present bytes in tiers; None: a step is under way.
@@ -49,8 +49,11 @@ class Profiler:
             raise UsageError(f"engine.profile(steps={steps!r}): pass a whole number of steps from 1")
         if not isinstance(out, str | os.PathLike) or not os.fspath(out):
             raise UsageError(f"engine.profile(out={out!r}) names no file: pass a path such as trace.json")
-        path = _of_rank(Path(out).resolve())  # a link stays one
-        _check_writable(path)
+        path, rank = Path(out).resolve(), _rank()  # a link stays one
+        if rank:
+            path = path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+        if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK | os.X_OK):
+            raise UsageError(f"engine.profile() cannot write {path}: pass a file in an existing, writable folder")
         if path in _under_way:
             raise UsageError(f"another engine's profile goes on that writes {path}: give engine.profile() another file")
         _under_way.add(path)
@@ -87,7 +90,9 @@ class Profiler:
         self._recorder.stop(recording)
         rank = _rank()
         try:
-            _write(out, json.dumps(chrome_trace(*recording.timeline(now()), rank=rank)))
+            text = json.dumps(chrome_trace(*recording.timeline(now()), rank=rank))
+            with replacing(out) as file:  # completely or not at all
+                file.write_text(text, encoding="utf-8")
         except OSError as error:
             logger.warning("the profile was not written to %s: %s", out, error.strerror or error)
             return
@@ -101,26 +106,5 @@ class Profiler:
         self._recorder.sample(nbytes)
 
 
-def _nothing() -> None:
-    """Stands for a handler that was not set."""
-
-
 def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _of_rank(path: Path) -> Path:
-    """Return the file of this rank: trace.json, trace.rank1.json, ..."""
-    return path if _rank() == 0 else path.with_name(f"{path.stem}.rank{_rank()}{path.suffix}")
-
-
-def _check_writable(path: Path) -> None:
-    """Raise UsageError if `path` cannot be written."""
-    if (path.exists() and not path.is_file()) or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UsageError(f"engine.profile() cannot write {path}: pass a file in an existing, writable folder")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write `path` completely or not at all."""
-    with replacing(path) as file:
-        file.write_text(text, encoding="utf-8")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -30,20 +30,6 @@ Losses: TypeAlias = Sequence[tuple[torch.Tensor, int]]
 """Loss and divisor of every backward of a step; empty if not all are known."""
 
 _TAG = "Train/Samples/"
-
-
-class StepFacts(NamedTuple):
-    """Facts about a step that has ended."""
-
-    steps: int
-    """Number of steps so far, this one included."""
-    samples: int
-    """Number of samples so far."""
-    rate: float
-    """Learning rate of the first group in the next step."""
-    losses: Losses
-    loss_scale: float | None
-    """The loss scale of the next step; None without fp16."""
 
 
 def monitor_of(config: Config, *, main: bool) -> Monitor:
@@ -86,10 +72,6 @@ class StepReports:
     def known_losses(self, backwards: int) -> list[tuple[torch.Tensor, int]]:
         """Return the step's losses if all its `backwards` were calls of `engine.backward`, else nothing."""
         return self.losses if len(self.losses) == backwards else []
-
-    def note_losses(self, losses: list[tuple[torch.Tensor, int]]) -> None:
-        """Record losses of micro-batches, each with its divisor."""
-        self.losses += losses
 
     def forget_losses(self) -> None:
         """Begin another step."""
@@ -135,15 +117,25 @@ class StepReports:
         if self._recorder.is_on:
             self._recorder.sample(self._ledger.tier_bytes())
 
-    def step(self, facts: StepFacts) -> None:
-        """Write the events of a step that has ended, and log its times."""
-        events = _events(facts) if self.monitor.enabled else []
+    def step(self, steps: int, samples: int, rate: float, losses: Losses, loss_scale: float | None) -> None:
+        """Write the events of a step that has ended, and log its times.
+
+        steps, samples: their numbers so far, this step included. rate, loss_scale: those of the next step.
+        """
+        events: list[Event] = []
+        if self.monitor.enabled:
+            if losses:
+                loss = sum_in_order(loss.item() / divisor for loss, divisor in losses)
+                events.append((f"{_TAG}train_loss", loss, samples))
+            events.append((f"{_TAG}lr", rate, samples))
+            if loss_scale is not None:
+                events.append((f"{_TAG}loss_scale", loss_scale, samples))
         if self._clock is not None and self._clock_log is not None:
-            if events or self._clock_log.is_due(facts.steps):
+            if events or self._clock_log.is_due(steps):
                 spent = self._clock.read()
-                self._clock_log.step(facts.steps, spent)
-                events += [(f"{_TAG}elapsed_time_ms_{each.value}", 1000 * spent[each], facts.samples) for each in spent]
-            self._clock_log.expect(facts.steps + 1)
+                self._clock_log.step(steps, spent)
+                events += [(f"{_TAG}elapsed_time_ms_{each.value}", 1000 * spent[each], samples) for each in spent]
+            self._clock_log.expect(steps + 1)
         self.monitor.write_events(events)
 
     def _count(self, called: nn.Module, model: nn.Module, forward: Callable[[], Any]) -> Any:
@@ -157,9 +149,9 @@ class StepReports:
             )
             return forward()
         # Builds of torch for CUDA import Triton with their flop counter.
-        from infinity.observe.flops import count_flops, waiter
+        from infinity.observe.flops import count_flops
 
-        result, count = count_flops(model, forward, waiter(self._torch_device))
+        result, count = count_flops(model, forward, self._torch_device)
         lines = [f"{title}: {count.summary()}", *count.largest(settings.module_depth, settings.top_modules)]
         if settings.detailed:
             lines += count.tree()
@@ -168,17 +160,6 @@ class StepReports:
         else:
             _write_report(Path(settings.output_file), lines)
         return result
-
-
-def _events(facts: StepFacts) -> list[Event]:
-    events = []
-    if facts.losses:
-        loss = sum_in_order(loss.item() / divisor for loss, divisor in facts.losses)
-        events.append((f"{_TAG}train_loss", loss, facts.samples))
-    events.append((f"{_TAG}lr", facts.rate, facts.samples))
-    if facts.loss_scale is not None:
-        events.append((f"{_TAG}loss_scale", facts.loss_scale, facts.samples))
-    return events
 
 
 def _write_report(path: Path, lines: list[str]) -> None:

@@ -12,7 +12,7 @@ import concurrent.futures.thread
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,9 +27,6 @@ from infinity.tiers.available import available_memory
 from infinity.tiers.memory import return_freed_memory
 from infinity.tiers.slab import SlabTier
 from infinity.units import released
-
-if TYPE_CHECKING:
-    from infinity.engine.parts import EngineParts
 
 
 def restoring(parts: EngineParts, *, everything: bool) -> Callable[[], None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from infinity.engine.base import BaseEngine
 from infinity.errors import OutOfMemoryError
@@ -20,13 +19,6 @@ _LESS = (
 )
 
 
-class _Space(NamedTuple):
-    """Bytes that may be added in a memory, with its name for an error."""
-
-    nbytes: int
-    memory: str
-
-
 def make_room(engine: BaseEngine, units: Sequence[Unit]) -> Counter[int]:
     """Let the engine make the buffers that are missing to hold `units` at once, and return size → their number.
 
@@ -38,46 +30,38 @@ def make_room(engine: BaseEngine, units: Sequence[Unit]) -> Counter[int]:
     if max(sizes.values(), default=0) <= EXTRA:  # may be made at any time
         return Counter()
     needed = sum(size * count for size, count in sizes.items())
-    _check(engine, needed)
-    _log(engine, needed, sizes.total(), len(units))
+    available, memory = min(engine.ranks.gather(min(_spaces(engine))))
+    if needed > available:
+        raise OutOfMemoryError(memory, needed, available, _LESS)
+    if needed > engine.parts.most_gathered:  # more than each block before
+        engine.parts.note_gathered(needed)
+        if engine.ranks.is_main_rank:
+            logger.warning(
+                "GatheredParameters holds %d units at once, for which the plan has too few buffers: %d more take %s "
+                "bytes on each rank until its block ends. To avoid it, %s.",
+                len(units),
+                sizes.total(),
+                f"{needed:,}",
+                _LESS,
+            )
     buffers.grant(sizes)
     return sizes
 
 
-def _check(engine: BaseEngine, needed: int) -> None:
-    least = min(_Space(*space) for space in engine.ranks.gather(min(_spaces(engine))))
-    if needed > least.nbytes:
-        raise OutOfMemoryError(least.memory, needed, least.nbytes, _LESS)
-
-
-def _spaces(engine: BaseEngine) -> Iterator[_Space]:
-    """Yield the available memory of this rank, and the rest of each limit of `infinity.memory` that a user has set."""
+def _spaces(engine: BaseEngine) -> Iterator[tuple[int, str]]:
+    """Yield bytes that may be added in a memory, with its name for an error: the available memory of this rank, and the
+    rest of each limit of `infinity.memory` that a user has set.
+    """
     parts = engine.parts
     plan = parts.plan
     added = parts.pools[UNITS].extra_nbytes
     on_host = plan.device.type == "cpu"
     # Ranks of a node that compute in its memory measure it before any of them adds to it.
     free = parts.device.available_bytes() // (engine.ranks.local_size if on_host else 1)
-    yield _Space(max(0, free), f"{'host' if on_host else 'device'} memory for the parameters of GatheredParameters")
+    yield max(0, free), f"{'host' if on_host else 'device'} memory for the parameters of GatheredParameters"
     if plan.device.limit:
         left = plan.device.limit - plan.peak_nbytes()[TierKind.DEVICE] - added
-        yield _Space(max(0, left), "device memory (infinity.memory.device) for the parameters of GatheredParameters")
+        yield max(0, left), "device memory (infinity.memory.device) for the parameters of GatheredParameters"
     if on_host and plan.budget.host is not None and engine.config.infinity.memory.host != "auto":
         left = plan.budget.host - plan.peak_of_host() - added
-        yield _Space(max(0, left), "host memory (infinity.memory.host) for the parameters of GatheredParameters")
-
-
-def _log(engine: BaseEngine, needed: int, count: int, units: int) -> None:
-    """Log the cost of a block, once for each that is larger than those before."""
-    if needed <= engine.parts.most_gathered:
-        return
-    engine.parts.note_gathered(needed)
-    if engine.ranks.is_main_rank:
-        logger.warning(
-            "GatheredParameters holds %d units at once, for which the plan has too few buffers: %d more take %s bytes "
-            "on each rank until its block ends. To avoid it, %s.",
-            units,
-            count,
-            f"{needed:,}",
-            _LESS,
-        )
+        yield max(0, left), "host memory (infinity.memory.host) for the parameters of GatheredParameters"

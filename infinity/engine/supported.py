@@ -5,7 +5,6 @@ own (quantised, sparse), and objects of other types.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -22,12 +21,13 @@ def check_model(model: Any) -> None:
     if isinstance(model, type) and issubclass(model, nn.Module):
         raise ModelError(f"model is the class {model.__name__}: pass an instance of it, {model.__name__}(…)")
     if not isinstance(model, nn.Module):
-        raise ModelError(f"model is {_described(model)}: pass a torch.nn.Module")
+        kind = f"a {type(model).__module__}.{type(model).__qualname__}"
+        given = f"the string {model!r}" if isinstance(model, str) else "None" if model is None else kind
+        raise ModelError(f"model is {given}: pass a torch.nn.Module")
     for name, module in model.named_modules():
-        for refuses, text in _REFUSED:
-            if refuses(module):
-                kind = type(module).__name__
-                raise ModelError(f"{f'module {name}' if name else 'the model'} is a {kind}: {text}")
+        if (reason := _refusal(module)) is not None:
+            kind = type(module).__name__
+            raise ModelError(f"{f'module {name}' if name else 'the model'} is a {kind}: {reason}")
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             owner = model.get_submodule(name.rpartition(".")[0])
@@ -66,43 +66,26 @@ def _not_dense(parameter: torch.Tensor) -> tuple[str, str] | None:
     return ("" if values is parameter else "DTensor of a ") + kind, dequantized if quantised else plain
 
 
-def _described(value: object) -> str:
-    if isinstance(value, str):
-        return f"the string {value!r}"
-    return "None" if value is None else f"a {type(value).__module__}.{type(value).__qualname__}"
-
-
-def _is_script(module: nn.Module) -> bool:
-    return isinstance(module, torch.jit.ScriptModule)
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel))
-
-
-def _is_fsdp(module: nn.Module) -> bool:
-    library: Any = sys.modules.get("torch.distributed.fsdp")  # importing it takes seconds
-    kinds = (getattr(library, name, None) for name in ("FullyShardedDataParallel", "FSDPModule"))
-    return any(kind is not None and isinstance(module, kind) for kind in kinds)
-
-
-def _is_replicate(module: nn.Module) -> bool:
-    library: Any = sys.modules.get("torch.distributed._composable.contract")
-    return library is not None and "replicate" in (library._get_registry(module) or ())
-
-
 _INSTEAD = "An engine reduces gradients over ranks and shards states itself"
-_REFUSED: tuple[tuple[Callable[[nn.Module], bool], str], ...] = (
-    (
-        _is_script,
-        "TorchScript reads its parameters without the Python hooks in which an engine fetches them. Pass the module "
-        "that was scripted or traced.",
-    ),
-    (_is_wrapper, f"{_INSTEAD}: pass the module that it wraps (.module)."),
-    (
-        _is_fsdp,
-        f"{_INSTEAD} (zero_optimization.stage): pass the original model, without FullyShardedDataParallel or "
-        "fully_shard.",
-    ),
-    (_is_replicate, f"{_INSTEAD}: pass the original model, without replicate()."),
-)
+
+
+def _refusal(module: nn.Module) -> str | None:
+    """Return why an engine cannot manage `module`; None if it can."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return (
+            "TorchScript reads its parameters without the Python hooks in which an engine fetches them. Pass the "
+            "module that was scripted or traced."
+        )
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        return f"{_INSTEAD}: pass the module that it wraps (.module)."
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # importing it takes seconds
+    kinds = (getattr(fsdp, name, None) for name in ("FullyShardedDataParallel", "FSDPModule"))
+    if any(kind is not None and isinstance(module, kind) for kind in kinds):
+        return (
+            f"{_INSTEAD} (zero_optimization.stage): pass the original model, without FullyShardedDataParallel or "
+            "fully_shard."
+        )
+    composed: Any = sys.modules.get("torch.distributed._composable.contract")
+    if composed is not None and "replicate" in (composed._get_registry(module) or ()):
+        return f"{_INSTEAD}: pass the original model, without replicate()."
+    return None

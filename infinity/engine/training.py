@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from infinity.comm.agreement.announcements import Operation
 from infinity.comm.groups import Group
@@ -23,12 +24,12 @@ from infinity.engine.optimizer.unit_optimizer import (
     UnitOptimizer,
     param_groups,
     present_groups,
-    watch_other_optimizers,
+    refuse_managed,
 )
 from infinity.engine.platform import MACHINE, Platform
-from infinity.engine.reports import Losses, StepFacts, StepReports, monitor_of
+from infinity.engine.reports import StepReports, monitor_of
 from infinity.engine.restore import offload, reload
-from infinity.engine.schedules.client import RateScheduler, ScheduleArguments, make_scheduler
+from infinity.engine.schedules.client import RateScheduler, make_scheduler, step_arguments
 from infinity.engine.vertical.batches import BatchTrainer, Together
 from infinity.engine.vertical.checks import LossFunction, blocks_of, draw
 from infinity.engine.wiring import assemble, plan_model
@@ -81,15 +82,13 @@ class TrainingEngine(CheckpointingEngine):
             groups = param_groups(model, model_parameters)
             names = {own_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
             planned = plan_model(model, config, groups, seam, ranks, platform=platform)
-            begin, end = self._on_backward, self._on_backward_end
-            parts = assemble(model, planned, config, seam, ranks, begin, end, platform)
+            parts = assemble(model, planned, config, seam, ranks, self, platform)
             undo.callback(parts.closer())
             self.optimizer = UnitOptimizer(
                 present_groups(groups, names, parts.units),
                 Hyper(config.optimizer.rule, **config.optimizer.params.model_dump()),
-                self._update,
-                self._zero_grad,
-                TierStates(parts, config, self.settle_between_steps, self._failing),
+                self,
+                TierStates(parts, config),
                 self.loss_scale,
             )
             """The optimizer: its `param_groups` hold the learning rates, and its states are in their tiers."""
@@ -107,7 +106,6 @@ class TrainingEngine(CheckpointingEngine):
         self.skipped_steps = 0
         """Number of steps, included in `global_steps`, that were skipped because their gradients overflowed (fp16)."""
         self._grad_norm = GradNorm()
-        self._schedule = ScheduleArguments()
         self._first_batches = FirstBatches(ranks)
         self._loss = torch.tensor(math.nan)
         self._loss_reader = None if seam.host_addressable else LossReader(seam)
@@ -116,12 +114,12 @@ class TrainingEngine(CheckpointingEngine):
         """Gradients, updates and saves. Internal."""
         self._step = parts.schedule.step
         super().__init__(called, config, parts, compute_dtype(config))
-        self._watches = [*self.updates.runner.watch(), watch_other_optimizers()]
+        self._watches = [*self.updates.runner.watch(), register_optimizer_step_pre_hook(refuse_managed)]
         self._additions = Additions(model)
         self._log = StepLog(self.ledger, config.steps_per_print if ranks.is_main_rank else 0)
         self._reports = StepReports(config, self.monitor, self.ledger, seam, main=ranks.is_main_rank)
         self._called = self._reports.around(called, self.module, lambda: self.global_steps)
-        self._batches = BatchTrainer(self, Together(self._forwards_together, self._losses_together, self._failing))
+        self._batches = BatchTrainer(self, Together(self._forwards_together, self._losses_together, self.failing))
 
     @property
     def micro_steps(self) -> int:
@@ -156,7 +154,7 @@ class TrainingEngine(CheckpointingEngine):
         self._step.check(Call.BACKWARD)
         self._reports.begin(Phase.BACKWARD)
         accumulation = self.batch.accumulation if scale_wrt_gas else 1
-        with self._checked(loss), self._failing():
+        with self._checked(loss), self.failing():
             self._scaled(loss, accumulation).backward(retain_graph=retain_graph)
         self._loss = loss.detach()
         self._reports.end(Phase.BACKWARD)
@@ -223,7 +221,7 @@ class TrainingEngine(CheckpointingEngine):
         installed = scope.enter(self._hooks.check_entry)
         try:
             self._additions.check()
-            self._check_readable("the model was called")
+            self._step.check(Call.READ, "the model was called")
             self.parts.schedule.trace.begin("vertical")
             self._reports.begin(Phase.FORWARD)
             yield
@@ -239,7 +237,7 @@ class TrainingEngine(CheckpointingEngine):
             self._check_loss((bad or losses)[0], *self.ranks.totals(float(bool(bad)), refused))
         self._loss = losses[-1].detach()
         if self.monitor.enabled:
-            self._reports.note_losses([(loss.detach(), len(losses)) for loss in losses])
+            self._reports.losses.extend((loss.detach(), len(losses)) for loss in losses)
         return [self.scale(loss) for loss in losses]
 
     def _drop_failed_step(self) -> None:
@@ -290,12 +288,12 @@ class TrainingEngine(CheckpointingEngine):
             self._step.end_micro_batch()
             return
         self._hooks.check_replaced()
-        arguments = self._schedule.arguments(self.lr_scheduler, lr_kwargs)
+        arguments = step_arguments(self.lr_scheduler, lr_kwargs)
         skipped = self.skipped_steps
         losses = self._reports.known_losses(self.micro_steps) if self.monitor.enabled else ()
         self._reports.begin(Phase.STEP)
         durable = self.updates.durable
-        with self._failing():
+        with self.failing():
             if durable is not None:
                 durable.begin_step()
             over = self.updates.saver.poll_finished(self.ranks)
@@ -306,10 +304,16 @@ class TrainingEngine(CheckpointingEngine):
                 if self.lr_scheduler is not None and self.skipped_steps == skipped:
                     self.lr_scheduler.step(**arguments)
                 if durable is not None:
-                    durable.commit(self._run_state(), self.module, client_state or {})
+                    durable.commit(self._progress(), self.module, client_state or {})
         self._reports.end(Phase.STEP)
         if self._reports.active:
-            self._reports.step(self._facts(losses))
+            self._reports.step(
+                steps=self.global_steps,
+                samples=self.global_steps * self.batch.train,
+                rate=float(self.optimizer.param_groups[0]["lr"]),
+                losses=losses,
+                loss_scale=self.loss_scale.value if self.config.fp16.enabled else None,
+            )
         if over:
             self._finish_saving()
         if durable is not None:
@@ -317,16 +321,6 @@ class TrainingEngine(CheckpointingEngine):
         if durable is not None and durable.must_stop:
             self.close()
             raise SystemExit(128 + signal.SIGTERM)
-
-    def _facts(self, losses: Losses) -> StepFacts:
-        """Return what the reports show of the step that has ended. losses: those of its micro-batches, if known."""
-        return StepFacts(
-            steps=self.global_steps,
-            samples=self.global_steps * self.batch.train,
-            rate=float(self.optimizer.param_groups[0]["lr"]),
-            losses=losses,
-            loss_scale=self.loss_scale.value if self.config.fp16.enabled else None,
-        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -381,7 +375,7 @@ class TrainingEngine(CheckpointingEngine):
             self.drop_gradients()
             raise unscaled_loss(unscaled, micro_steps, self.loss_scale.value)
 
-    def _zero_grad(self) -> None:
+    def drop_unused_gradients(self) -> None:
         """Drop unused gradients, for `optimizer.zero_grad`. Raises UsageError within a step."""
         if self.micro_steps == 0:
             return
@@ -394,7 +388,7 @@ class TrainingEngine(CheckpointingEngine):
         self._reports.forget_losses()
 
     @uninterrupted()
-    def _update(self) -> None:
+    def apply_gradients(self) -> None:
         """Turn the step's stored gradients into pending updates and end the step, for `optimizer.step`."""
         self._check_open()
         self._step.check(Call.OPTIMIZER_STEP)
@@ -534,9 +528,7 @@ class TrainingEngine(CheckpointingEngine):
         check.start()
         bad, refused = check.result()
         if bad:
-            if self.parts.backward.conclude():
-                self.parts.backward.reset()
-                self.parts.schedule.trace.forget()
+            super()._conclude_backward()
             self._abandon_step()
             self.parts.runner.refresh_viewed()  # views were to show the updated parameters
         self._check_loss(loss, bad, refused)
@@ -557,11 +549,10 @@ class TrainingEngine(CheckpointingEngine):
         """Raise NonFiniteError if `norm`, of the gradients not yet applied and equal on all ranks, is not finite."""
         if math.isfinite(norm) or not self.config.infinity.check_nan:
             return
-        spent = bool(self._step.updated)
+        spent = len(self._step.updated)
         self.updates.gradients.settle()
         self._end_step()
-        if spent:
-            self._refuse()
+        self._check_refused(spent)  # units that other gradients have updated stop the engine, as refused ones do
         raise NonFiniteError(
             f"the gradient norm is {norm} in step {self.global_steps + 1}. This step updated nothing: lower the "
             "learning rate, or inspect this batch."
@@ -569,10 +560,8 @@ class TrainingEngine(CheckpointingEngine):
 
     def _check_refused(self, refused: float) -> None:
         """Raise NonFiniteError if updates during backward skipped units. refused: number of them over all ranks."""
-        if refused:
-            self._refuse()
-
-    def _refuse(self) -> None:
+        if not refused:
+            return
         names = ", ".join(self.updates.pipeline.refused) or "on another rank"
         self._broken = f"a gradient was NaN or infinite ({names}) after other units were updated in the same step"
         raise NonFiniteError(
@@ -586,7 +575,7 @@ class TrainingEngine(CheckpointingEngine):
         if torch.is_grad_enabled():
             self._additions.check()
             self._first_batches.see(arguments)
-        self._check_readable("the model was called")
+        self._step.check(Call.READ, "the model was called")
         self._reports.compute("forward")
         training = torch.is_grad_enabled()
         self.parts.schedule.trace.begin("train" if training else "eval")
@@ -597,8 +586,9 @@ class TrainingEngine(CheckpointingEngine):
         self._step.begin_backward()
         if self.updates.durable is not None:
             self.updates.runner.start_due_updates()  # updates of this backward wait for a commit, and that for these
-        edits = not self.ranks.is_single and has_backward_hooks(self.module)
-        self.updates.runner.begin_backward(self.optimizer.hypers(), finds_edits=edits)
+        self.updates.runner.use_hypers(self.optimizer.hypers())
+        if not self.ranks.is_single and has_backward_hooks(self.module):
+            self.parts.store.begin_backward()  # the hooks may edit parameters
 
     def _check_reaches_no_updated_unit(self) -> None:
         """Raise UsageError if the backward that begins has gradients for units that the step's last one has updated."""
@@ -624,13 +614,10 @@ class TrainingEngine(CheckpointingEngine):
         super()._conclude_backward()
         self._check_open()
 
-    def _check_readable(self, what: str) -> None:
-        """Raise UsageError if backward has already updated units, since their previous values are overwritten."""
-        self._step.check(Call.READ, what)
-
     @contextmanager
-    def _failing(self) -> Iterator[None]:
-        with super()._failing():
+    def failing(self) -> Iterator[None]:
+        """Stop the engine on errors in the block that leave states inconsistent. See `BaseEngine.failing`."""
+        with super().failing():
             try:
                 yield
             except (LifetimeError, NonFiniteError) as error:
@@ -671,7 +658,7 @@ class TrainingEngine(CheckpointingEngine):
         self._check_open()
         self.updates.saver.join()
         self.settle()
-        with self._failing():
+        with self.failing():
             if self.updates.durable is not None:
                 self.updates.durable.wait()
             offload(self.parts)
@@ -679,7 +666,7 @@ class TrainingEngine(CheckpointingEngine):
     def reload_states(self) -> None:
         """Move the states back to the device, with the same bits, and allocate its buffers. Idempotent."""
         self._check_open()
-        with self._failing():
+        with self.failing():
             reload(self.parts)
 
     # -- between steps ------------------------------------------------------------------------------------------------
@@ -693,12 +680,12 @@ class TrainingEngine(CheckpointingEngine):
         self._check_open()
         self._hooks.check_replaced()
         self._conclude_backward()
-        self._check_readable("the parameters were read")
+        self._step.check(Call.READ, "the parameters were read")
         self._settle()
 
     def _settle(self) -> None:
         self.parts.store.check_held_back()
-        with self._failing():
+        with self.failing():
             self.updates.runner.settle()
             self._check_refused(
                 *self.ranks.totals(float(len(self.updates.pipeline.refused)), operation=Operation.READ_STATES)
@@ -711,9 +698,6 @@ class TrainingEngine(CheckpointingEngine):
         self._abandon_step()
 
     def _abandon_step(self) -> None:
-        """Drop the step's gradients, even if units were updated with them; the caller must then replace all states or
-        stop the engine.
-        """
         self.updates.runner.discard()
         self._reports.forget_losses()
 
@@ -727,7 +711,6 @@ class TrainingEngine(CheckpointingEngine):
         self.settle()
 
     def _check_between_steps(self, what: str) -> None:
-        """Raise UsageError between backward and step. what: first words of the error's text."""
         self._step.check(Call.STATES, what)
 
     # -- shutdown ----------------------------------------------------------------------------------------------------

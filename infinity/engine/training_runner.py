@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -22,11 +22,9 @@ from infinity.engine.loss_check import LossCheck
 from infinity.engine.runner import Runner
 from infinity.errors import LifetimeError
 from infinity.grads.collector import GradCollector
-from infinity.grads.held import HeldGradients
 from infinity.grads.store import GradStore
 from infinity.interrupts import uninterrupted
-from infinity.model.backward import BackwardTracker
-from infinity.model.coming import ComingGradients
+from infinity.model.backward import BackwardTracker, ComingGradients
 from infinity.model.scope import Scope
 from infinity.plan.plan import Plan
 from infinity.rules import Hyper
@@ -142,30 +140,23 @@ class TrainingRunner(Runner):
 
     def _pass_to(self, unit: Unit) -> None:
         if not self.schedule.alone and self.schedule.arrivals.any:
-            self._send_passed(unit)
-
-    @uninterrupted()
-    def _send_passed(self, to: Unit) -> None:
-        for index in self.schedule.passing(self._collector.collecting, to.index):
-            self._send(self.store.units[index])
+            with uninterrupted():
+                for index in self.schedule.passing(self._collector.collecting, unit.index):
+                    self._send(self.store.units[index])
 
     def _send(self, unit: Unit) -> None:
         """Reduce the unit's gradient over ranks, and update the unit or keep the gradient."""
         step = self.schedule.step
         sent = self._collector.send(unit, last=step.may_end)
-        if step.is_last_micro_step and self._may_update(unit):
+        if self._loss_check is not None and step.is_last_micro_step and step.updates_early:
+            self._loss_check.start()  # here, since ranks may differ in the answer
+        if step.is_last_micro_step and self._is_finished_with(unit) and not self._coming.expects(unit):
             step.add_updated([unit.index])
             self.start_update(unit, self._job(unit, self._early_scale, self._gradients.land(sent)))
             return
         self._gradients.keep(sent)
         if step.is_last_micro_step:
             self._postpone(unit)
-
-    def _may_update(self, unit: Unit) -> bool:
-        """Return whether to update the unit now, during backward. Its last gradient of the step was sent."""
-        if self._loss_check is not None and self.schedule.step.updates_early:
-            self._loss_check.start()  # here, since ranks may differ in the answer
-        return self._is_finished_with(unit) and not self._coming.expects(unit)
 
     def _is_finished_with(self, unit: Unit) -> bool:
         """Return whether this backward needs neither the unit's parameters nor a norm over all gradients."""
@@ -251,12 +242,6 @@ class TrainingRunner(Runner):
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, hypers: Sequence[Hyper], *, finds_edits: bool) -> None:
-        """A backward begins. hypers: of its updates. finds_edits: code in it may edit parameters."""
-        if finds_edits:
-            self.store.begin_backward()
-        self.use_hypers(hypers)
-
     def use_hypers(self, hypers: Sequence[Hyper]) -> None:
         """Set the hyper-parameters of the updates that are created next, one entry per param_group."""
         self.hypers = hypers
@@ -265,7 +250,7 @@ class TrainingRunner(Runner):
     def end_backward(self) -> bool:
         """Send incomplete gradients. Returns False if no gradient arrived.
 
-        Raises UsageError if a parameter was edited in the backward (`begin_backward`).
+        Raises UsageError if a parameter was edited in the backward (`UnitStore.begin_backward`).
         """
         self.store.end_backward()
         step, arrivals = self.schedule.step, self.schedule.arrivals
@@ -275,10 +260,6 @@ class TrainingRunner(Runner):
         if arrivals.any and self.schedule.reduces:
             self.send_all()
         return arrivals.end_backward(in_pieces=step.is_in_pieces)
-
-    def in_pieces(self, held: HeldGradients) -> AbstractContextManager[None]:
-        """Take each backward in the block as a piece of a micro-batch's backward."""
-        return self._collector.in_pieces(held)
 
     def send_all(self) -> None:
         """Send all gradients still being collected."""
@@ -324,6 +305,6 @@ class TrainingRunner(Runner):
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._coming.end_step()
+        self._coming.end_backward(last=True)
         self.store.end_step()
         self.schedule.step.end()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from infinity.activations.store import ActivationStore
-from infinity.checkpoint.tiles import check_tiles
+from infinity.checkpoint.snapshot import check_tiles
 from infinity.comm.agreement.comparison import groups_in_common, in_common
 from infinity.comm.communicator import Communicator
 from infinity.comm.dtensor import TensorParallelMesh
@@ -33,8 +33,7 @@ from infinity.grads.buffers import GradBuffers
 from infinity.grads.collector import GradCollector
 from infinity.grads.store import GradStore
 from infinity.model.aliases import check_aliases
-from infinity.model.backward import BackwardTracker
-from infinity.model.coming import ComingGradients
+from infinity.model.backward import BackwardTracker, ComingGradients, Engine
 from infinity.model.saved import SavedTensors
 from infinity.model.scope import Scope
 from infinity.plan import pools as sizes
@@ -54,9 +53,9 @@ from infinity.units.discover import ModelUnits
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
+from infinity.update.job import UpdateBuffers
 from infinity.update.kernels import Kernels
 from infinity.update.pipeline import UpdatePipeline
-from infinity.update.tiles import UpdateBuffers
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -125,12 +124,11 @@ def assemble(
     config: Config,
     device: Device,
     ranks: Communicator,
-    on_backward_begin: Callable[[], None],
-    on_backward_end: Callable[[], None],
+    engine: Engine,
     platform: Platform = MACHINE,
 ) -> EngineParts:
-    """Build the parts for `model`, and move its values to their tiers. on_backward_begin, on_backward_end: as of
-    `BackwardTracker`. Releases everything after an error.
+    """Build the parts for `model`, and move its values to their tiers. engine: the one that they are for. Releases
+    everything after an error.
 
     Collective: ranks compare `planned.common` before anything is allocated.
     """
@@ -152,7 +150,7 @@ def assemble(
         states = UnitStates(plan.placement, tiers, plan.policy.states, ranks, device)
         in_order = planned.units.in_order(plan.units)
         units = platform.stream_in(model, in_order, plan.units, states, ranks, device.torch_device)
-        backward = BackwardTracker(on_backward_begin, on_backward_end)
+        backward = BackwardTracker(engine)
         return wire(
             plan,
             units,
@@ -203,7 +201,7 @@ def wire(
     training: UpdateParts | None = None
     if plan.update is None:
         store = UnitStore(units, pool, states, device, ranks, schedule, in_tier=())
-        scope = Scope(SavedTensors(backward.notice, activations), store.resident)
+        scope = Scope(SavedTensors(backward, activations), store.resident)
         runner = Runner(schedule, store, scope, device, ranks)
     else:
         grad_tiers = _grad_tiers(plan, tiers, device)
@@ -213,9 +211,10 @@ def wire(
         kernel = partial(kernels.update_run, seed=plan.seed, threads=plan.adam_threads)
         update_buffers = _update_buffers(plan, tiers, grad_tiers, pools, device)
         pipeline = UpdatePipeline(update_buffers, kernel)
-        in_tier = [unit.index for unit in units if unit.layout.trainable and pipeline.in_tier(unit.index)]
+        trained = (unit.index for unit in units if unit.layout.trainable)
+        in_tier = [index for index in trained if update_buffers.updated_in(index) == "tier"]
         store = UnitStore(units, pool, states, device, ranks, schedule, in_tier)
-        scope = Scope(SavedTensors(backward.notice, activations), store.resident)
+        scope = Scope(SavedTensors(backward, activations), store.resident)
         runner = TrainingRunner(
             plan, schedule, store, scope, device, ranks, backward, coming, collector, gradients, pipeline
         )
@@ -275,7 +274,6 @@ def _grad_buffers(
         reduce_pool=pools.get(sizes.GRADIENTS_TO_REDUCE),
         host_pool=pools.get(sizes.GRADIENT_SHARDS),
         stored_pool=pools.get(sizes.STORED_GRADIENTS),
-        whole=plan.policy.grads_whole,
         threads=plan.adam_threads,
         kernels=kernels,
     )

@@ -44,8 +44,6 @@ class GradBuffers:
     """Host buffers for reduced shards; None if the update works where they are reduced."""
     stored_pool: Pool | None
     """Buffers for stored shards that gradients are added to; None if they are added in place."""
-    whole: bool
-    """True if gradients are summed over micro-batches before they are reduced, each in its own buffer of `pool`."""
     threads: int
     """Threads of a pass over a gradient in host memory; 0: one per processor."""
     kernels: Kernels = NATIVE
@@ -99,9 +97,18 @@ class Sent:
             self.reduced.wait()
         self.release()
 
-    def await_issue(self) -> None:
-        """Wait until the reduction is issued, and raise its error. `present` holds the slots of all ranks then."""
-        self.reduced = issued(self.reduced)
+    def await_issue(self, slots: dict[int, set[int]]) -> None:
+        """Wait until the reduction is issued, and add the slots of all ranks to those of the unit in `slots`.
+
+        Releases the buffer and raises the error of the reduction, if it could not be issued.
+        """
+        try:
+            self.reduced = issued(self.reduced)
+        except BaseException:
+            self.release()
+            raise
+        # Known after the reduction is issued only: other ranks may have added slots.
+        slots.setdefault(self.unit.index, set()).update(self.present)
 
     def keep_shard(self, shard: torch.Tensor) -> None:
         """Keep this rank's shard, of the gradient that was reduced."""

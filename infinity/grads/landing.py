@@ -16,14 +16,14 @@ import torch
 
 from infinity.comm.communicator import Communicator
 from infinity.grads.buffers import GradBuffers, Piece, Sent, StoredPieces, cut
-from infinity.grads.squares import DeviceSquares, Squares
+from infinity.grads.squares import DeviceSquares
 from infinity.plan.layout import UnitLayout
 from infinity.plan.pools import PIECE_BYTES
 from infinity.sizes import sum_in_order
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Together, Transfer
 from infinity.units.unit import Unit
-from infinity.update.job import Gradient
+from infinity.update.job import Gradient, Squares
 
 
 class Landing:
@@ -50,8 +50,11 @@ class Landing:
         """
         return not self._places.on_device(unit) or self._places.stored_in_place(unit) is None
 
-    def land(self, sent: Sent, *, add: bool) -> Gradient:
-        """Return the reduced shard in memory that the update can work in. add: plus the stored part."""
+    def land(self, sent: Sent, slots: dict[int, set[int]], add: bool) -> Gradient:
+        """Return the reduced shard in memory that the update can work in. slots: as of `Sent.await_issue`. add: plus
+        the stored part.
+        """
+        sent.await_issue(slots)
         gradient, in_extent = self._arrive(sent, add=add, stays=False)
         if in_extent:
             self._in_extent[sent.unit.index] = gradient
@@ -134,7 +137,7 @@ class Landing:
         elif add:
             self._add_stored(sent.unit, shard)
         sums = sent.last or self.sums_each(sent.unit)
-        squares = self._device_squares(sent.unit).start(shard) if sums else _unknown
+        squares = self._device_squares(sent.unit).start(shard) if sums else Squares(None)
         return Gradient(shard, sent.lease, squares, places.device.compute_reached())
 
     def _add_stored(self, unit: Unit, shard: torch.Tensor) -> None:
@@ -153,15 +156,15 @@ class Landing:
             # The squares were summed on arrival, so a plain copy is the only pass left.
             if copied and sent.squares is not None:
                 stored.copy_(shard)
-                squares = _known(sent.squares)
+                squares = Squares(sent.squares)
             else:
-                squares = _known(self._receive(layout, stored, shard, _whole(shard), add=add))
+                squares = Squares(self._receive(layout, stored, shard, _whole(shard), add=add))
         # Nothing is added, so the device copies to the extent without a buffer of the host.
         elif copied:
             squares = self._leave(sent, stored)
         else:
             with pool.lease(shard.nbytes) as host, self._leaving(sent, host.flat(shard.dtype)) as arriving:
-                squares = _known(self._receive(layout, stored, host.flat(shard.dtype), arriving, add=add))
+                squares = Squares(self._receive(layout, stored, host.flat(shard.dtype), arriving, add=add))
         sent.lease.release()
         return Gradient(stored, None, squares, DONE)
 
@@ -194,14 +197,14 @@ class Landing:
         dtype = places.dtypes_of(sent.unit).stored
         if dtype == shard.dtype:
             if add:
-                return _known(self._add_pieces(sent.unit, shard, arriving)), None
+                return Squares(self._add_pieces(sent.unit, shard, arriving)), None
             known = sent.squares
-            return _known(self._receive(layout, shard, shard, arriving) if known is None else known), None
+            return Squares(self._receive(layout, shard, shard, arriving) if known is None else known), None
         assert places.stored_pool is not None
         with places.stored_pool.lease(shard.numel() * dtype.itemsize) as lease:
             if add:
                 places.tier_of(sent.unit).read(places.extent_of(sent.unit), lease.tensor).wait()
-            return _known(self._receive(layout, lease.flat(dtype), shard, arriving, add=add)), lease.detach()
+            return Squares(self._receive(layout, lease.flat(dtype), shard, arriving, add=add)), lease.detach()
 
     def _add_pieces(self, unit: Unit, shard: torch.Tensor, arriving: Iterable[Piece]) -> float:
         """Add the stored part to `shard`, of its dtype, piece by piece. Returns the sum of squares."""
@@ -218,7 +221,7 @@ class Landing:
         unit, device = sent.unit, self._places.device
         if not self._sums_on_device:
             with self._leaving(sent, host) as arriving:
-                return _known(self._receive(unit.layout, host, host, arriving))
+                return Squares(self._receive(unit.layout, host, host, arriving))
         squares: Squares | None = None
         copy = device.copy(host.view(torch.uint8), sent.flat.view(torch.uint8), after=sent.reduced)
         try:
@@ -228,7 +231,7 @@ class Landing:
         finally:  # the shard's buffer is used again
             Together(copy, device.compute_reached()).wait()
         if squares is None:
-            return _known(self._receive(unit.layout, host, host, _whole(host)))
+            return Squares(self._receive(unit.layout, host, host, _whole(host)))
         return squares
 
     @contextlib.contextmanager
@@ -325,11 +328,3 @@ def _arrived(pieces: Iterable[Piece], copies: Iterable[Transfer]) -> Iterator[Pi
     for piece, copy in zip(pieces, copies, strict=True):
         copy.wait()
         yield piece
-
-
-def _known(total: float) -> Squares:
-    return lambda: total
-
-
-def _unknown() -> float:
-    raise AssertionError("the squares of an incomplete sum are not summed")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,10 +12,8 @@ from infinity.plan.layout import Part
 from infinity.sizes import sum_in_order
 from infinity.tiers.device import Device
 from infinity.tiers.transfer import Transfer
+from infinity.update.job import Squares
 from infinity.update.kernels import Kernels
-
-Squares = Callable[[], float]
-"""Returns a gradient's sum of squares. Waits for the device if it computes the sum. Any thread may call it."""
 
 
 class DeviceSquares:
@@ -35,7 +34,7 @@ class DeviceSquares:
     def start(self, shard: torch.Tensor) -> Squares:
         """Start to sum a gradient after the compute issued so far by this thread."""
         if not self._parts:  # as on a rank whose shard of a small unit is padding
-            return _nothing
+            return Squares(0.0)
         self.close()  # reads an earlier gradient's sums, before they are overwritten
         if self._host is None:
             self._host = self._device.host_buffer(len(self._parts) * torch.float64.itemsize)
@@ -44,50 +43,38 @@ class DeviceSquares:
         self._kernels.squares_into(sums, shard, self._ranges)
         summed = self._device.compute_reached()
         copy = self._device.copy_result(self._host, sums.view(torch.uint8))
-        self._latest = _Copied(summed, copy, sums, self._host, self._parts, self._device)
+        self._latest = _Copied(None, summed, copy, sums, self._host, self._parts, self._device)
         return self._latest
 
     def close(self) -> None:
         """Wait for the last copy."""
         if self._latest is not None:
-            self._latest()
+            self._latest.total()
 
 
-def _nothing() -> float:
-    return 0.0
-
-
-class _Copied:
+@dataclass(eq=False)
+class _Copied(Squares):
     """The sums of one gradient, which are copied to the host, and their total once it is read."""
 
-    def __init__(
-        self,
-        summed: Transfer,
-        copy: Transfer,
-        sums: torch.Tensor,
-        host: torch.Tensor,
-        parts: Sequence[Part],
-        device: Device,
-    ) -> None:
-        self._device = device
-        self._summed = summed
-        self._copy = copy
-        self._sums: torch.Tensor | None = sums  # alive while it is copied
-        self._host = host
-        self._parts = parts
-        self._total: float | None = None
-        self._reading = concurrency.lock()
+    summed: Transfer
+    copy: Transfer
+    sums: torch.Tensor | None
+    """Alive while it is copied."""
+    host: torch.Tensor
+    parts: Sequence[Part]
+    device: Device
+    reading: concurrency.Lock = field(default_factory=concurrency.lock)
 
-    def __call__(self) -> float:
-        with self._reading:
-            if self._total is None:
-                recorder = self._device.recorder
+    def total(self) -> float:
+        with self.reading:
+            if self.known is None:
+                recorder = self.device.recorder
                 with recorder.wait("reduce", "norm"):
-                    self._summed.wait()
+                    self.summed.wait()
                 with recorder.wait("device_to_host", "small copies"):
-                    self._copy.wait()
-                self._sums = None
-                sums = self._device.numbers(self._host.view(torch.float64))
+                    self.copy.wait()
+                self.sums = None
+                sums = self.device.numbers(self.host.view(torch.float64))
                 # Replicated parameters are divided, so that each counts once in the sum over ranks.
-                self._total = sum_in_order(sums[k] / part.copies for k, part in enumerate(self._parts))
-        return self._total
+                self.known = sum_in_order(sums[k] / part.copies for k, part in enumerate(self.parts))
+        return self.known

@@ -18,13 +18,12 @@ from infinity.comm.communicator import Communicator
 from infinity.errors import OutOfSpaceError
 from infinity.grads.buffers import GradBuffers, Sent
 from infinity.grads.landing import Landing
-from infinity.grads.squares import Squares
 from infinity.plan.placement import State
 from infinity.sizes import sum_in_order
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import Transfer
 from infinity.units.unit import Unit
-from infinity.update.job import INLINE, Gradient
+from infinity.update.job import INLINE, Gradient, Squares
 from infinity.update.kernels import squared_norm
 
 _Result = TypeVar("_Result")
@@ -49,7 +48,7 @@ def _finish(stored: Transfer, gradient: Gradient) -> None:
 
 def _squares_of(gradient: Future[Gradient]) -> Squares:
     """Return the gradient's sum of squares; NaN if it did not land, since the update raises that error."""
-    return (lambda: math.nan) if gradient.exception() is not None else gradient.result().squares
+    return Squares(math.nan) if gradient.exception() is not None else gradient.result().squares
 
 
 class GradStore:
@@ -80,11 +79,8 @@ class GradStore:
         # An earlier micro-batch may have stored a part, which the update must not find again.
         add = sent.unit.index in self.units
         self.units.discard(sent.unit.index)
-        if self._is_small(sent) and (not add or self._places.tier_of(sent.unit).immediate):
-            landed = _carried_out(self._land, sent, self.slots, add)
-        else:
-            landed = self._mover.submit(self._land, sent, self.slots, add)
-        self._landed[sent.unit.index] = landed
+        move = self._mover_of(sent, uses_tier=add)
+        landed = self._landed[sent.unit.index] = move(self._landing.land, sent, self.slots, add)
         return landed
 
     def keep(self, sent: Sent) -> None:
@@ -108,31 +104,28 @@ class GradStore:
             self._unsummed.pop(index, None)
         else:
             self._unsummed[index] = sent.unit
-        # A small gradient would wait longer for its thread than for the copy.
-        if self._is_small(sent) and self._places.tier_of(sent.unit).immediate:
-            self._moves.append(_carried_out(self._keep, sent, self.slots, add, squares))
-        else:
-            self._moves.append(self._mover.submit(self._keep, sent, self.slots, add, squares))
+        move = self._mover_of(sent, uses_tier=True)
+        self._moves.append(move(self._keep, sent, self.slots, add, squares))
 
-    def _is_small(self, sent: Sent) -> bool:
-        """Return whether moving the gradient here is faster than waking the thread, and waits for the tier at most.
+    def _mover_of(self, sent: Sent, *, uses_tier: bool) -> Callable[..., Future[Any]]:
+        """Return the function that runs a move: in this thread, if nothing has to be waited for and waking the other
+        one takes longer than the copy. uses_tier: the move reads or writes the gradient's extent.
 
-        The result is the same for all gradients of a unit, which keeps them in order.
+        The result is the same for all gradients of a unit, except if its tier is not immediate: moves that use the tier
+        then stay in order.
         """
-        places = self._places
-        return sent.unit.layout.shard_numel <= INLINE and self._ranks.is_single and places.device.host_addressable
+        unit, places = sent.unit, self._places
+        small = unit.layout.shard_numel <= INLINE and self._ranks.is_single and places.device.host_addressable
+        return _carried_out if small and (not uses_tier or places.tier_of(unit).immediate) else self._mover.submit
 
     # -- the threads -------------------------------------------------------------------------------------------------
 
-    def _land(self, sent: Sent, slots: dict[int, set[int]], add: bool) -> Gradient:
-        """slots: `self.slots` of the gradient's step, which may have ended since."""
-        self._reduce(sent, slots)
-        return self._landing.land(sent, add=add)
-
     def _keep(self, sent: Sent, slots: dict[int, set[int]], add: bool, squares: Future[Squares]) -> Future[None] | None:
-        """Store a gradient. Returns the end of its write if that continues."""
+        """Store a gradient. Returns the end of its write if that continues. slots: `self.slots` of the gradient's step,
+        which may have ended since.
+        """
         try:
-            self._reduce(sent, slots)
+            sent.await_issue(slots)
             gradient, stored = self._landing.store(sent, add=add)
         # Otherwise the norm at step() would wait for a sum that never comes.
         except BaseException as error:
@@ -150,15 +143,6 @@ class GradStore:
         else:
             self._landing.note_writing(sent.unit, written)
         return written
-
-    def _reduce(self, sent: Sent, slots: dict[int, set[int]]) -> None:
-        try:
-            sent.await_issue()
-        except BaseException:
-            sent.release()
-            raise
-        # Known after the reduction is issued only: other ranks may have added slots.
-        slots.setdefault(sent.unit.index, set()).update(sent.present)
 
     # -- access ------------------------------------------------------------------------------------------------------
 
@@ -180,9 +164,7 @@ class GradStore:
         aligned.copy_(shard.view(torch.uint8))
         self._places.tier_of(unit).write(self._places.extent_of(unit), aligned).wait()
         total = squared_norm(shard, unit.layout.parts(self._ranks.shard_rank))
-        squares: Future[Squares] = concurrency.future()
-        squares.set_result(lambda: total)
-        self._squares[unit.index] = squares
+        self._squares[unit.index] = _carried_out(Squares, total)
         self._unsummed.pop(unit.index, None)
 
     # -- the step ----------------------------------------------------------------------------------------------------
@@ -205,7 +187,7 @@ class GradStore:
         landed = [self._squares[index] for index in sorted(self.units)]
         with self._places.device.recorder.wait("reduce", "gradients"):
             found = [squares.result() for squares in landed]
-        stored = sum_in_order(squares() for squares in found)
+        stored = sum_in_order(squares.total() for squares in found)
         return self._ranks.sum_over_shards(stored, self.step_squares()() if self._landed else stored)
 
     def step_squares(self) -> Callable[[], float]:
@@ -221,7 +203,7 @@ class GradStore:
             units = sorted({*stored, *landed})
             with recorder.wait("reduce", "gradients"):
                 found = [squares[i].result() if i in stored else _squares_of(landed[i]) for i in units]
-            return sum_in_order(each() for each in found)
+            return sum_in_order(each.total() for each in found)
 
         return total
 

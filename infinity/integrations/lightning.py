@@ -230,7 +230,11 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
 
 def _configured(source: Config | Mapping[str, Any] | str | PathLike[str], trainer: pl.Trainer) -> Config:
     """Return the config with the accumulation and clipping of `trainer`. Raises ConfigError if they differ."""
-    content = _content(source)
+    if isinstance(source, Config):
+        content = source.model_dump(exclude_unset=True)
+    else:
+        content = dict(source) if isinstance(source, Mapping) else read_content(Path(source))
+        content = {key: value for key, value in content.items() if value not in ("auto", None)}
     content["infinity"] = {"norm_of": "optimizer", **(content.get("infinity") or {})}  # as Lightning clips
     asked = {"gradient_accumulation_steps": trainer.accumulate_grad_batches}
     if trainer.gradient_clip_val:
@@ -251,11 +255,3 @@ def _configured(source: Config | Mapping[str, Any] | str | PathLike[str], traine
     if "train_batch_size" not in content:
         content.setdefault("train_micro_batch_size_per_gpu", 1)  # unused: the Trainer's loader draws the batches
     return Config.load(content)
-
-
-def _content(source: Config | Mapping[str, Any] | str | PathLike[str]) -> dict[str, Any]:
-    """Return the keys of a config as written, without top-level keys that are "auto" or null."""
-    if isinstance(source, Config):
-        return source.model_dump(exclude_unset=True)
-    content = dict(source) if isinstance(source, Mapping) else read_content(Path(source))
-    return {key: value for key, value in content.items() if value not in ("auto", None)}

@@ -53,10 +53,8 @@ class Additions:
 
     def check(self) -> None:
         """Raise UsageError for the first parameter that the engine does not manage, or saves under another name."""
-        if self._changed:
-            self._look()
-
-    def _look(self) -> None:
+        if not self._changed:
+            return
         for path, module in self._model.named_modules(remove_duplicate=False):
             known = self._known.get(module, {})
             for name, parameter in _held(module).items():

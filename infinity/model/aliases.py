@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,11 +84,8 @@ def _held(model: nn.Module) -> Iterator[_Held]:
         values = local(tensor)
         if is_lazy(tensor) or not has_storage(values) or not values.numel():
             continue
-        yield _Held(order, name, tensor, values, _space(values), *_span(values))
-
-
-def _space(values: torch.Tensor) -> tuple[str, int]:
-    return str(values.device), values.untyped_storage()._cdata if values.is_meta else 0
+        space = str(values.device), values.untyped_storage()._cdata if values.is_meta else 0
+        yield _Held(order, name, tensor, values, space, *_span(values))
 
 
 def _span(values: torch.Tensor) -> tuple[int, int]:
@@ -150,23 +148,17 @@ def _have_common_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(np.shares_memory(_as_array(one), _as_array(other)))
 
 
-class _Layout:
-    """Array interface of a tensor, so that NumPy can compare the positions of elements. No element is read."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        strides = tuple(stride * values.itemsize for stride in values.stride())
-        # Offset: NumPy needs an address other than 0, where tensors on the meta device begin.
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": f"|V{values.itemsize}",
-            "shape": tuple(values.shape),
-            "strides": strides,
-            "data": (_span(values)[0] + (1 << 20), True),
-        }
-
-
 def _as_array(values: torch.Tensor) -> np.ndarray[Any, Any]:
-    return np.asarray(_Layout(values))
+    """Return an array with the elements' positions, which NumPy can compare. No element is read."""
+    layout = {
+        "version": 3,
+        "typestr": f"|V{values.itemsize}",
+        "shape": tuple(values.shape),
+        "strides": tuple(stride * values.itemsize for stride in values.stride()),
+        # Offset: NumPy needs an address other than 0, where tensors on the meta device begin.
+        "data": (_span(values)[0] + (1 << 20), True),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=layout))
 
 
 def _overlap_problem(one: _Held, other: _Held) -> str:

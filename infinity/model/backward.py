@@ -1,38 +1,62 @@
-"""Detects where a backward of the model begins and ends, for any caller and any depth of nesting.
+"""A backward as autograd runs it: where it begins and ends, and which gradients it still delivers.
 
-autograd runs a backward as a graph task. A reentrant checkpoint runs a task inside another one; gradients that arrive
-there belong to the outermost task. The tracker sees a task when autograd unpacks a saved tensor or a gradient arrives,
-and queues a callback for its end.
+autograd runs a backward as a graph task, for any caller and any depth of nesting. A reentrant checkpoint runs a task
+inside another one; gradients that arrive there belong to the outermost task. The tracker sees a task when autograd
+unpacks a saved tensor or a gradient arrives, and queues a callback for its end.
 
-The saved-tensor hooks that are in effect in this thread.
+autograd fixes the leaves of a graph when it starts it, and reaches each of them once. Nothing here follows from an
+earlier step, so a model may train other parameters in each. A reentrant checkpoint runs its forward without a graph,
+and again in backward, as a graph of its own inside of the first. No graph contains its gradients before it has run
+again, so uses without a graph are counted.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
+from torch.utils._pytree import tree_iter
 
 from infinity.interrupts import uninterrupted
-from infinity.units.compiled import eager, refuse_compiled_autograd
+from infinity.units.compiled import eager, outside_modes, refuse_compiled_autograd
+from infinity.units.unit import Unit
+
+
+class Engine(Protocol):
+    """The engine, as the hooks of its model see it (`infinity.engine.base`)."""
+
+    def _on_entry(self) -> None:
+        """An outermost forward of any module that holds units begins, outside of any backward."""
+
+    def _on_forward(self, arguments: object) -> None:
+        """An outermost forward of the root begins, outside of any backward. arguments: (args, kwargs)."""
+
+    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function to call in place of `call`, a forward of the root."""
+
+    def _on_backward(self) -> None:
+        """A backward starts."""
+
+    def _on_backward_end(self) -> None:
+        """The outermost task of a backward succeeds. Called in its thread."""
 
 
 class BackwardTracker:
     """Tracks the backward passes of one engine."""
 
-    def __init__(self, on_begin: Callable[[], None], on_end: Callable[[], None]) -> None:
-        """on_begin: called when a backward starts. on_end: called when its outermost task succeeds, in its thread."""
+    def __init__(self, engine: Engine) -> None:
         self.running = False
         """True if a backward has begun and its end has not been seen."""
-        self._on_begin = on_begin
-        self._on_end = on_end
+        self._engine = engine
         self._tasks: set[int] = set()
         """Ids of graph tasks with a callback queued."""
         self._ended_inside = False
@@ -52,7 +76,7 @@ class BackwardTracker:
             return
         if not self.running:
             self.running = True
-            self._on_begin()
+            self._engine._on_backward()
         self._tasks.add(task)
         self._ended_inside = False
         Variable._execution_engine.queue_callback(partial(self._task_ended, task))
@@ -70,12 +94,12 @@ class BackwardTracker:
 
     @uninterrupted()  # a backward that ended counts as a micro-batch, whenever Ctrl-C arrives
     def _end(self) -> None:
-        self._on_end()  # if it raises, `conclude` returns True
+        self._engine._on_backward_end()  # if it raises, `conclude` returns True
         self.running = self._ended_inside = False
 
     def run_empty(self) -> None:
         """Begin and end a backward in which no gradient arrives."""
-        self._on_begin()
+        self._engine._on_backward()
         self._end()
 
     def is_running(self, task: int) -> bool:
@@ -133,10 +157,140 @@ def _backwards(frame: FrameType | None) -> int:
     return depth
 
 
-__all__ = ["topmost_hooks"]
+@dataclass(slots=True)
+class _InTask:
+    """The gradients of one unit in one graph task."""
 
-Hooks: TypeAlias = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-"""Functions that pack and unpack."""
+    arrived: set[int] = field(default_factory=set)
+    """Slots whose gradient has arrived."""
+    coming: set[int] | None = None
+    """Slots whose gradient has not arrived and is in the task's graph; None: the graph was not queried."""
 
-topmost_hooks: Callable[[bool], Hooks | None] = torch._C._autograd._top_saved_tensors_default_hooks
-"""Return the topmost hooks of this thread, or None. Argument: True returns them while Dynamo traces, too."""
+    def query(self, unit: Unit) -> None:
+        """Query the graph of the present task, which is that of these gradients, for those of `unit` to come. Once."""
+        if self.coming is None:
+            self.coming = _in_graph(unit, self.arrived)
+
+
+class ComingGradients:
+    """The gradients of one engine's units that the running backward still delivers."""
+
+    def __init__(self, backward: BackwardTracker) -> None:
+        self._backward = backward
+        self._tasks: dict[int, dict[int, _InTask]] = {}
+        """unit → graph task → its gradients."""
+        self._without_graph: Counter[int] = Counter()
+        """unit → forwards of its modules without a graph that have not been run again."""
+        self._counts = True
+        """True if forwards without a graph are counted."""
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def ran(self, unit: Unit) -> None:
+        """Register that a module with parameters in `unit` runs."""
+        if not torch.is_grad_enabled():
+            if self._counts:
+                self._without_graph[unit.index] += 1
+        elif self._without_graph and unit.index in self._without_graph and torch._C._current_graph_task_id() != -1:
+            self._ran_again(unit)
+
+    def _ran_again(self, unit: Unit) -> None:
+        left = self._without_graph[unit.index] - 1
+        if left:
+            self._without_graph[unit.index] = left
+        else:
+            del self._without_graph[unit.index]
+        # The gradients of this forward arrive in a task inside of the present one, where its graph cannot be queried.
+        task = torch._C._current_graph_task_id()
+        self._tasks.setdefault(unit.index, {}).setdefault(task, _InTask()).query(unit)
+
+    def begin_forward(self, arguments: object) -> None:
+        """Register an outermost forward of the model outside of backward. One without a graph, of `arguments` that
+        require no gradient, is never run again: a checkpoint would pass on no gradient.
+        """
+        self._counts = torch.is_grad_enabled() or any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_iter(arguments)
+        )
+
+    def end_forward(self) -> None:
+        """Register the end of an outermost forward of the model."""
+        self._counts = True
+
+    def arrived(self, unit: Unit, slot: int) -> None:
+        """Register a gradient that has arrived in the present graph task."""
+        of_unit = self._tasks.setdefault(unit.index, {})
+        task = torch._C._current_graph_task_id()
+        gradients = of_unit.get(task)
+        if gradients is None:
+            for ended in [other for other in of_unit if not self._backward.is_running(other)]:
+                del of_unit[ended]
+            gradients = of_unit[task] = _InTask()
+        gradients.arrived.add(slot)
+        # The graph is asked once; afterwards each arrival takes itself off the list.
+        if gradients.coming is not None:
+            gradients.coming.discard(slot)
+
+    def end_backward(self, *, last: bool) -> None:
+        """Register the end of the outermost graph task, or of the step. last: the step's last backward has ended, so no
+        forward is run again.
+        """
+        self._tasks.clear()
+        if last:
+            self._without_graph.clear()
+
+    # -- queries -----------------------------------------------------------------------------------------------------
+
+    def expects(self, unit: Unit) -> bool:
+        """Return whether the running backward may deliver another gradient of `unit`.
+
+        True in doubt: for a gradient in the graph that turns out to be undefined, and for a unit that ran without a
+        graph and was not run again.
+        """
+        # A checkpoint will run the block again, with gradients that no graph shows yet [Note: when a gradient is
+        # complete].
+        if unit.index in self._without_graph:
+            return True
+        task = torch._C._current_graph_task_id()
+        of_unit = self._tasks.setdefault(unit.index, {})
+        present = of_unit.setdefault(task, _InTask())
+        return any(
+            self._is_expected(unit, gradients, gradients is present)
+            for other, gradients in of_unit.items()
+            if self._backward.is_running(other)
+        )
+
+    def reaches(self, unit: Unit) -> bool:
+        """Return whether the present graph task has a gradient for any parameter of `unit`."""
+        return bool(_in_graph(unit))
+
+    def _is_expected(self, unit: Unit, gradients: _InTask, is_present: bool) -> bool:
+        if gradients.coming is None:
+            if len(gradients.arrived) == len(unit.parameters):
+                return False
+            # The graph of another task cannot be asked from here, so the answer is the safe one.
+            if not is_present:
+                return True
+            gradients.query(unit)
+        return bool(gradients.coming)
+
+
+def _in_graph(unit: Unit, arrived: Collection[int] = ()) -> set[int]:
+    """Return the slots of `unit`, except those in `arrived`, whose gradient is in the graph of the present task."""
+    with outside_modes(), torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+        return {
+            slot
+            for slot, parameter in enumerate(unit.parameters)
+            if slot not in arrived and parameter.requires_grad and _is_in_graph(parameter)
+        }
+
+
+def _is_in_graph(parameter: torch.Tensor) -> bool:
+    """Return whether the present graph task executes the node that accumulates the gradient of `parameter`."""
+    # The node lives as long as a graph does that leads to it. A view is how PyTorch finds it (`get_gradient_edge`).
+    view = parameter.view_as(parameter).grad_fn
+    node = None if view is None else view.next_functions[0][0]
+    assert node is not None
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False  # torch.autograd.grad returns this gradient and accumulates none

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from infinity.comm.dtensor import unwrapped
 from infinity.errors import UsageError
 from infinity.model.added import StateCopies
-from infinity.model.coming import ComingGradients
+from infinity.model.backward import ComingGradients, Engine
 from infinity.units import binding, residents
 from infinity.units.compiled import (
     breaks_graphs,
@@ -125,12 +125,7 @@ def _refuse_script() -> NoReturn:
 
 
 class ModelHooks:
-    """Installs all hooks on a model; `remove` removes them.
-
-    on_forward: called with the arguments, (args, kwargs), when a forward of the root begins. on_entry: called when a
-    forward of any module that holds units begins, the root included. Both are called for outermost forwards only, and
-    outside of any backward. around: returns the function to call in place of the root's own forward; None: that one.
-    """
+    """Installs all hooks on a model; `remove` removes them."""
 
     def __init__(
         self,
@@ -138,17 +133,13 @@ class ModelHooks:
         units_of_module: dict[nn.Module, list[Unit]],
         fetcher: Fetcher,
         coming: ComingGradients,
-        on_forward: Callable[[object], None],
-        on_entry: Callable[[], None],
-        around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        engine: Engine,
     ) -> None:
         self._model = model
-        self._around = around
+        self._engine = engine
         self._fetcher = fetcher
         self._coming = coming
         self._scope = fetcher.scope
-        self._on_forward = on_forward
-        self._on_entry = on_entry
         self._replaced: Counter[int] = Counter()
         """unit → number of its parameters that are currently replaced by other tensors."""
         self._members: Counter[int] = Counter()
@@ -238,9 +229,8 @@ class ModelHooks:
         calls its hook after the forward.
         """
         call, scope, fetcher, coming = module.forward, self._scope, self._fetcher, self._coming
-        is_root = module is self._model
-        around = self._around if is_root else None
-        inner = call if around is None else around(call)
+        is_root, engine = module is self._model, self._engine
+        inner = engine._around(call) if is_root else call
         before = module.__dict__.get("forward")
         of_class = type(module).forward
 
@@ -257,7 +247,7 @@ class ModelHooks:
             try:
                 installed = scope.enter(self.check_entry)
                 if is_root and scope.depth == 1 and torch._C._current_graph_task_id() == -1:
-                    self._on_forward((args, kwargs))
+                    engine._on_forward((args, kwargs))
                     coming.begin_forward((args, kwargs))
                 for unit in units:
                     # A unit with all of its parameters replaced is not needed: functional_call brings its own.
@@ -268,7 +258,7 @@ class ModelHooks:
                 run: Any = inner
                 if before is None and type(module).forward is not of_class:
                     run = type(module).forward.__get__(module)  # the class was patched or replaced
-                    run = run if around is None else around(run)
+                    run = engine._around(run) if is_root else run
                 exchange_callback(compiling)
                 try:
                     output = run(*args, **kwargs)
@@ -300,7 +290,7 @@ class ModelHooks:
     def check_entry(self) -> None:
         """Check the engine and the model when its code is entered."""
         if torch._C._current_graph_task_id() == -1:
-            self._on_entry()
+            self._engine._on_entry()
             self._copies.check()
 
     def _apply(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:

@@ -9,7 +9,7 @@ PyTorch changes the type of a parameter in the same way (`UninitializedParameter
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from infinity.errors import UsageError
-from infinity.units.released import METADATA, derived_type
+from infinity.units.released import METADATA, derived_type, leaves
 from infinity.units.unit import placeholder
 
 _tensor: Any = torch.Tensor
@@ -55,7 +55,7 @@ class Remote:
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        remote = next(_remotes((args, kwargs)))
+        remote: Any = next(value for value in leaves((args, kwargs)) if isinstance(value, Remote))
         with torch._C.DisableTorchFunctionSubclass():
             if func in METADATA or func in _NO_VALUES:
                 return func(*args, **kwargs)
@@ -162,16 +162,6 @@ def _equal(first: Any, second: Any) -> bool:
     if first._digest is None or second._digest is None:
         raise _refusal((second if first._digest else first)._label)
     return bool(first._digest == second._digest)
-
-
-def _remotes(values: Any) -> Iterator[Any]:
-    if isinstance(values, Remote):
-        yield values
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _remotes(value)
-    elif isinstance(values, dict):
-        yield from _remotes(list(values.values()))
 
 
 def _refusal(label: str) -> UsageError:

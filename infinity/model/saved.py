@@ -23,7 +23,7 @@ from infinity.activations.room import Alias
 from infinity.activations.store import ActivationStore, SavedActivation
 from infinity.comm.dtensor import is_distributed, is_plain, local, of_spec, spec_of
 from infinity.errors import LifetimeError
-from infinity.model.backward import topmost_hooks
+from infinity.model.backward import BackwardTracker
 from infinity.units import binding, residents
 from infinity.units.compiled import eager, outside_modes
 from infinity.units.released import own_type, version_of
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _Pack = Callable[[torch.Tensor], Any]
 _Unpack = Callable[[Any], torch.Tensor]
+topmost_hooks: Callable[[bool], tuple[_Pack, _Unpack] | None] = torch._C._autograd._top_saved_tensors_default_hooks
+"""Return the topmost hooks of this thread, or None. Argument: True returns them while Dynamo traces, too."""
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 _are_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
@@ -73,23 +75,7 @@ class _View(NamedTuple):
 class _Reference:
     """Reference to a tensor in a unit's buffer that autograd saved. The unit counts live references."""
 
-    __slots__ = (
-        "assigned",
-        "conj",
-        "dtype",
-        "fetcher",
-        "generation",
-        "kind",
-        "neg",
-        "offset",
-        "size",
-        "slot",
-        "spec",
-        "stride",
-        "token",
-        "unit",
-        "version",
-    )
+    __slots__ = ("_view", "assigned", "generation", "kind", "owner", "spec", "token", "version")
 
     assigned: int | None
     """Count of `.data` assignments to the parameter when it was saved. None: the parameter itself was saved, and data
@@ -100,14 +86,14 @@ class _Reference:
 
     def __init__(self, saved: torch.Tensor, owner: Owner, view: _View, kind: type | None, assigned: int | None) -> None:
         """owner: the parameter that `saved` is, or views. kind, assigned: see above."""
-        unit, self.fetcher, self.slot = owner
-        self.unit = unit
-        self.dtype, self.offset, self.size, self.stride, self.conj, self.neg = view
+        unit = owner.unit
+        self.owner = owner
+        self._view = view
         self.spec = spec_of(saved)
         self.kind = None if self.spec is not None else kind
         self.generation = unit.generation
         self.assigned = assigned
-        self.version: int | None = version_of(unit.parameters[self.slot])
+        self.version: int | None = version_of(unit.parameters[owner.slot])
         """Version of the parameter when it was saved; None: backward may use values edited later."""
         self.token = unit.token
 
@@ -121,10 +107,9 @@ class _Reference:
     @classmethod
     def to_parameter(cls, parameter: torch.Tensor, owner: Owner) -> _Reference:
         """Return a reference to a parameter itself, for any type and any residency of its unit."""
-        layout, slot = owner.unit.layout, owner.slot
-        place, stride = layout.slots[slot], owner.unit.strides[slot]
+        shape, stride, offset = owner.unit.places[owner.slot]
         kind = own_type(parameter)
-        view = _View(layout.dtype, place.offset, torch.Size(place.shape), stride, conj=False, neg=False)
+        view = _View(owner.unit.layout.dtype, offset, torch.Size(shape), stride, conj=False, neg=False)
         return cls(parameter, owner, view, None if kind is nn.Parameter else kind, None)
 
     def allow_edits(self) -> None:
@@ -133,40 +118,40 @@ class _Reference:
 
     def view(self) -> torch.Tensor:
         """Fetch the unit and return the tensor as a view of its present buffer. Raises LifetimeError if it changed."""
-        unit = self.unit
+        (unit, fetcher, slot), view = self.owner, self._view
         # An update or a load has overwritten the values, which no fetch can bring back.
         if unit.generation != self.generation:
             raise LifetimeError(
                 f"backward needs the parameters of unit {unit.name} as they were before they were updated. Set "
                 'infinity.update to "next_forward", or finish every backward of a step before engine.step().'
             )
-        self.fetcher.use(unit)
-        parameter = unit.parameters[self.slot]
+        fetcher.use(unit)
+        parameter = unit.parameters[slot]
         # PyTorch's own check is off under saved-tensor hooks [Note: saved references].
         if self.version is not None and (version := version_of(parameter)) != self.version:
             raise LifetimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"parameter {unit.layout.slots[self.slot].name} is at version {version}, but version "
+                f"parameter {unit.layout.slots[slot].name} is at version {version}, but version "
                 f"{self.version} was saved. Edit parameters after backward, under torch.no_grad()."
             )
-        assigned = binding.assigned(unit, self.slot)
+        assigned = binding.assigned(unit, slot)
         if self.assigned is not None and assigned != self.assigned:
             raise LifetimeError(
-                f"{unit.layout.slots[self.slot].name}.data was assigned between forward and backward, which needs the "
+                f"{unit.layout.slots[slot].name}.data was assigned between forward and backward, which needs the "
                 "values of before: assign before forward or after backward."
             )
-        if assigned != unit.assignments[self.slot]:
-            binding.adopt_assigned(unit, self.fetcher.recorder)
+        if assigned != unit.assignments[slot]:
+            binding.adopt_assigned(unit, fetcher.recorder)
         assert unit.lease is not None
         with outside_modes():
             whole = unit.lease.flat(unit.layout.dtype)
-            if self.dtype != unit.layout.dtype:
-                whole = whole.view(self.dtype)
-            found = whole.as_strided(self.size, self.stride, self.offset)
+            if view.dtype != unit.layout.dtype:
+                whole = whole.view(view.dtype)
+            found = whole.as_strided(view.size, view.stride, view.offset)
             # Lazy bits are properties of the view, which as_strided does not restore.
-            if self.conj:
+            if view.conj:
                 found = found.conj()
-            if self.neg:
+            if view.neg:
                 found = torch._neg_view(found)
             if self.kind is not None:
                 found = found.as_subclass(self.kind)
@@ -194,19 +179,13 @@ class _Passed(NamedTuple):
 class SavedTensors:
     """The saved-tensor hooks of one engine."""
 
-    def __init__(self, on_unpack: Callable[[], None], activations: ActivationStore | None = None) -> None:
-        """on_unpack: called whenever autograd unpacks a tensor saved under them. activations: takes tensors outside of
-        units; None: they stay where they are.
-        """
-        self._on_unpack = on_unpack
+    def __init__(self, backward: BackwardTracker, activations: ActivationStore | None = None) -> None:
+        """activations: takes tensors outside of units; None: they stay where they are."""
+        self.backward = backward
         self._activations = activations
         self._unpack_hook = self._unpack
         """The bound method as one object, since `install` compares it by identity."""
         _intercept_pushes()
-
-    def notice(self) -> None:
-        """Report that the model's code runs, inside or outside of a backward."""
-        self._on_unpack()
 
     def install(self) -> bool:
         """Install the hooks in this thread. Returns True if `uninstall` must undo it.
@@ -246,7 +225,7 @@ class SavedTensors:
     @eager
     def _unpack(self, packed: Any) -> torch.Tensor:
         # The first unpack of a graph task shows that a backward runs [Note: where a backward ends].
-        self._on_unpack()
+        self.backward.notice()
         if isinstance(packed, _Passed):
             packed = packed.restore()
         if isinstance(packed, _Reference):

@@ -49,7 +49,7 @@ class Scope:
         # recomputation would not show where the outermost backward ends. Outside of backward: the outermost scope
         # checks for compiled autograd, which takes a few microseconds.
         if self.depth == 0 or torch._C._current_graph_task_id() != -1:
-            self.saved.notice()
+            self.saved.backward.notice()
         installed = self.saved.install()
         # Autocast caches casts of leaf parameters until its context ends: they would fill memory and be stale after an
         # update. Disabled at each entry, since a context that the model enters may enable the cache again.

@@ -1,6 +1,5 @@
 """Layers and losses."""
 
-from infinity.nn.replace import tile
-from infinity.nn.tiling import TiledLinear
+from infinity.nn.tiling import TiledLinear, tile
 
 __all__ = ["TiledLinear", "tile"]

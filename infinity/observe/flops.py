@@ -64,14 +64,16 @@ class FlopCount:
                 yield f"{title}: {show_count(_size(module))} parameters, {show_flops(flops)}, {share:.1f} %"
 
 
-def count_flops(
-    model: nn.Module, call: Callable[[], _T], synchronize: Callable[[], None] | None = None
-) -> tuple[_T, FlopCount]:
+def count_flops(model: nn.Module, call: Callable[[], _T], device: torch.device) -> tuple[_T, FlopCount]:
     """Run `call`, a forward of `model`, and return its result and its operations.
 
-    synchronize: waits for the device, before and after.
+    Waits for `device` before and after.
     """
-    wait = synchronize or (lambda: None)
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     wait()
     began = time.perf_counter()
     with FlopCounterMode(display=False) as counter:
@@ -91,8 +93,3 @@ def _depth(name: str) -> int:
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def waiter(device: torch.device) -> Callable[[], None] | None:
-    """Return a function that waits for `device`; None if the device is the host."""
-    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None

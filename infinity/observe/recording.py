@@ -101,7 +101,11 @@ class Recording:
 
     def timeline(self, until: float) -> Timeline:
         """Return the timeline up to now, which is `until`. Work that has not ended by then is cut off, as is a step."""
-        read = _Reader(until)
+
+        def read(stamp: Stamp) -> float:
+            time = stamp() if callable(stamp) else stamp
+            return until if time is None else min(time, until)
+
         ends = [read(end) for end in self.boundaries]
         last = ends[-1] if ends else read(self.began)
         is_within = not ends or any(mark.name and read(mark.at) > last for mark in list(self.marks))
@@ -133,24 +137,13 @@ class Recording:
                 start, free = min(max(start, free), end), end
                 yield Span(request.lane, request.name, request.nbytes, request.thread, start, end)
 
-    def _computed(self, read: _Reader, elsewhere: Sequence[Interval], until: float) -> Iterator[Span]:
+    def _computed(self, read: Callable[[Stamp], float], elsewhere: Sequence[Interval], until: float) -> Iterator[Span]:
         """Yield the model's compute: the time between marks, without waits and work of its thread in other lanes."""
         marks = [(mark.name, read(mark.at)) for mark in list(self.marks)]
         for (name, start), (_, end) in pairwise([*marks, ("", until)]):
             if name and end > start:
                 for low, high in without([(start, end)], elsewhere):
                     yield Span("compute", name, 0, MODEL, low, high)
-
-
-class _Reader:
-    """Reads stamps."""
-
-    def __init__(self, until: float) -> None:
-        self._until = until
-
-    def __call__(self, stamp: Stamp) -> float:
-        time = stamp() if callable(stamp) else stamp
-        return self._until if time is None else min(time, self._until)
 
 
 class _Exposure:

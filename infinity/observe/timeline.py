@@ -147,7 +147,10 @@ def chrome_trace(
         )
     for sample in samples:
         if begin <= sample.time <= end:
-            events += _counters(rank, _nanoseconds(sample.time - begin), sample.nbytes)
+            time = _nanoseconds(sample.time - begin) / 1000
+            for tier in TierKind:
+                count = {"bytes": sample.nbytes.get(tier, 0)}
+                events.append({"name": f"{tier} bytes", "ph": "C", "pid": rank, "tid": 0, "ts": time, "args": count})
     described = [
         {
             "start": each.start - begin,
@@ -166,12 +169,6 @@ def _tid(lane: str, row: int) -> int:
 
 def _named(kind: str, rank: int, tid: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}
-
-
-def _counters(rank: int, time: int, nbytes: Mapping[TierKind, int]) -> Iterator[dict[str, Any]]:
-    for tier in TierKind:
-        count = {"bytes": nbytes.get(tier, 0)}
-        yield {"name": f"{tier} bytes", "ph": "C", "pid": rank, "tid": 0, "ts": time / 1000, "args": count}
 
 
 def _nanoseconds(seconds: float) -> int:

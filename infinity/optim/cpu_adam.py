@@ -7,12 +7,13 @@ A bf16 parameter needs no fp32 master. The master is the parameter plus a 16-bit
 rounded half away from zero, so the difference of the two bit patterns always fits a signed 16-bit integer
 (`split_master`, `join_master`; for any device: `split_master_torch`, `join_master_torch`).
 
-Validates tensors for the native kernels on CPU and CUDA: flat arrays on one device.
+`update_arguments` and `address_of` validate tensors for the kernels on CPU and CUDA: flat arrays on one device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,9 +25,6 @@ from infinity.rules import RULES, Hyper, MomentFormat, RuleName
 
 if TYPE_CHECKING:
     from infinity.native._adam import DType, Format
-    from infinity.rules import Hyper
-
-__all__ = ["DTYPES", "address_of", "update_arguments"]
 
 DTYPES: dict[torch.dtype, DType] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _FORMAT_OF: dict[torch.dtype, MomentFormat] = {dtype: kind for kind, dtype in FORMATS.items()}
@@ -119,17 +117,8 @@ def _moment_format(rule: RuleName, moments: Sequence[Tensor], scales: Sequence[T
     return kind
 
 
-__all__ = [
-    "join_master",
-    "join_master_torch",
-    "receive",
-    "split_master",
-    "split_master_torch",
-    "sum_of_squares",
-    "update_flat",
-]
-
 _CPU = torch.device("cpu")
+_address = partial(address_of, device=_CPU)
 _CANONICAL_NAN = 0x7FC00000
 
 
@@ -255,7 +244,3 @@ def receive(
         initial=initial,
         threads=threads,
     )
-
-
-def _address(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype) -> int:
-    return address_of(name, tensor, numel, *dtypes, device=_CPU)

@@ -27,11 +27,9 @@ from infinity.errors import ConfigError, ModelError
 from infinity.optim.cpu_adam import update_flat
 from infinity.optim.moments import moment_from_fp32, moment_to_fp32, rounding_key, zero_moments
 from infinity.plan.formats import FORMATS, moments_in
-from infinity.rules import Hyper, MomentFormat
+from infinity.rules import RULES, Hyper, MomentFormat
 
-__all__ = ["CPUAdam"]
-
-_NAMES = ("exp_avg", "exp_avg_sq")
+_NAMES = RULES["adamw"].moments
 _EXTRA = {torch.bfloat16: ("remainder", torch.int16), torch.float16: ("master", torch.float32)}
 """Parameter dtype → name and dtype of the state that completes it to fp32."""
 
@@ -85,14 +83,8 @@ class CPUAdam(torch.optim.Optimizer):
         self.threads = threads
         """Threads of one update; 0: one per processor of the calling thread's affinity."""
         # The keys of torch.optim.AdamW, so that either loads the other's groups.
-        defaults: dict[str, Any] = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-        }
-        defaults |= {"maximize": maximize, "foreach": foreach, "capturable": capturable}
+        defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults |= {"amsgrad": amsgrad, "maximize": maximize, "foreach": foreach, "capturable": capturable}
         defaults |= {"differentiable": differentiable, "fused": fused, "decoupled_weight_decay": adamw_mode}
         _hyper(defaults)
         super().__init__(params, defaults)

@@ -24,16 +24,6 @@ from torch import Tensor
 from infinity.plan.formats import BLOCK, FORMATS
 from infinity.rules import RULES, MomentFormat, RuleName
 
-__all__ = [
-    "convert_moment",
-    "convert_moments",
-    "fp32_moment",
-    "moment_from_fp32",
-    "moment_to_fp32",
-    "rounding_key",
-    "zero_moments",
-]
-
 _CONVERTED_AT_ONCE = 1 << 22
 _OCTAVES = 14
 _LEAST_SCALE = _OCTAVES + 2

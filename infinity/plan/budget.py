@@ -116,18 +116,18 @@ def fill(
     if budget.params is not None and State.PARAM in kinds:
         kinds[State.PARAM] = _within(budget.params, kinds[State.PARAM], lambda unit: unit.shard_numel)
     if budget.host is None:
-        return {**placed, **({} if budget.params is None else _in_host(State.PARAM, kinds.get(State.PARAM, [])))}
+        return {**placed, **({} if budget.params is None else _in_host({State.PARAM: kinds.get(State.PARAM, [])}))}
     host = budget.host
 
     def fitting_in(chosen: Faster) -> Faster:
         """Return states of the first kind that has some for which there is room; empty if none has."""
         for state, units in kinds.items():
             left = [unit for unit in units if (unit.index, state) not in chosen]
-            every = place(layouts, policy, {**chosen, **_in_host(state, left)})
+            every = place(layouts, policy, {**chosen, **_in_host({state: left})})
             sizes = {unit.index: aligned(every.of(unit.index, state).nbytes) for unit in left}
             added = _within(host - needed(chosen), left, lambda unit: sizes[unit.index]) if left else []  # noqa: B023
             if added:
-                return _in_host(state, added)
+                return _in_host({state: added})
         return {}
 
     def filled(chosen: Faster) -> Faster:
@@ -144,8 +144,7 @@ def fill(
             elements[state] += layouts[unit].shard_numel
         return list(elements.values())
 
-    everything = {key: tier for state in kinds for key, tier in _in_host(state, kinds[state]).items()}
-    whole = place(layouts, policy, {**placed, **everything})
+    whole = place(layouts, policy, {**placed, **_in_host(kinds)})
     bare = needed(placed)
     # A choice needs at least the bytes of its states, and gains nothing if it needs more than none.
     saving = [start for start in _starts(kinds) if sum(whole.of(*key).nbytes for key in start) < bare]
@@ -165,11 +164,7 @@ def _starts(kinds: Mapping[State, Sequence[UnitLayout]]) -> Iterator[Faster]:
         return [[], *([unit for unit in units if unit.shard_numel >= size] for size in dict.fromkeys(least))]
 
     for choice in product(*map(largest, kinds.values())):
-        yield {
-            key: tier
-            for state, units in zip(kinds, choice, strict=True)
-            for key, tier in _in_host(state, units).items()
-        }
+        yield _in_host(dict(zip(kinds, choice, strict=True)))
 
 
 def _useful(starts: Sequence[tuple[Faster, int]]) -> Iterator[Faster]:
@@ -205,8 +200,8 @@ def turns(
             yield state, units if from_first else list(spread(units))
 
 
-def _in_host(state: State, units: Iterable[UnitLayout]) -> Faster:
-    return {(unit.index, state): TierKind.HOST for unit in units}
+def _in_host(chosen: Mapping[State, Iterable[UnitLayout]]) -> Faster:
+    return {(unit.index, state): TierKind.HOST for state, units in chosen.items() for unit in units}
 
 
 def _within(room: int, units: Sequence[UnitLayout], size: Callable[[UnitLayout], int]) -> list[UnitLayout]:

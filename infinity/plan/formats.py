@@ -14,18 +14,6 @@ import torch
 
 from infinity.rules import RULES, MomentFormat, RuleName
 
-__all__ = [
-    "BLOCK",
-    "FORMATS",
-    "MasterFormat",
-    "Range",
-    "StateFormat",
-    "StateKind",
-    "moment_kinds",
-    "moments_in",
-    "state_format",
-]
-
 RECORD_ALIGNMENT = 4096
 """Alignment in bytes of a tile's states, as direct I/O requires."""
 

@@ -6,6 +6,7 @@ A unit is one contiguous, padded flat tensor of one dtype. Rank `r` of `world_si
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -166,20 +167,17 @@ class UnitLayout:
     def parts(self, rank: int) -> list[Part]:
         """Return each slot's part of `rank`'s shard, in order. Slots without a part are left out."""
         if rank not in self._parts:
-            self._parts[rank] = self._parts_of(rank)
+            low, high = self.shard_range(rank)
+            found = (
+                Part(max(slot.offset, low) - low, min(slot.stop, high) - low, slot.copies, slot.in_norm)
+                for slot in self.slots
+            )
+            self._parts[rank] = [part for part in found if part.start < part.stop]
         return self._parts[rank]
 
     @cached_property
     def _parts(self) -> dict[int, list[Part]]:
         return {}
-
-    def _parts_of(self, rank: int) -> list[Part]:
-        low, high = self.shard_range(rank)
-        found = (
-            Part(max(slot.offset, low) - low, min(slot.stop, high) - low, slot.copies, slot.in_norm)
-            for slot in self.slots
-        )
-        return [part for part in found if part.start < part.stop]
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
@@ -190,14 +188,7 @@ class UnitLayout:
 
     def slot_at(self, offset: int) -> int:
         """Return the index of the slot at element `offset` of the flat tensor; in padding, of the slot before."""
-        low, high = 0, len(self.slots) - 1
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.slots[middle].offset <= offset:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return max(0, bisect_right(self.slots, offset, key=lambda slot: slot.offset) - 1)
 
 
 def round_up(value: int, multiple: int) -> int:

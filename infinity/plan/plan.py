@@ -14,7 +14,7 @@ import torch
 
 from infinity.plan.budget import Budget, Faster, fill, on_device
 from infinity.plan.io import ActivationPlan, IoPlan, plan_activations, plan_io
-from infinity.plan.layout import Discovered, DiscoveredUnit, NormOf, UnitLayout, layout_unit
+from infinity.plan.layout import Discovered, NormOf, UnitLayout, layout_unit
 from infinity.plan.placement import Placement, Policy, State, aligned, place
 from infinity.plan.policy import (
     DeviceInfo,
@@ -254,10 +254,6 @@ def lay_out(
     layouts: list[UnitLayout] = []
     for index, unit in enumerate(discovered.units):
         first = layouts[-1].end if layouts else 0
-        own = _dtype(unit, dtype)
+        own = trained_dtype(unit.members[0].name, unit.dtype, dtype, trainable=unit.trainable)
         layouts.append(layout_unit(index, unit.name, unit.members, own, unit.trainable, shards, first, norm_of=norm_of))
     return tuple(layouts)
-
-
-def _dtype(unit: DiscoveredUnit, wanted: torch.dtype | None) -> torch.dtype:
-    return trained_dtype(unit.members[0].name, unit.dtype, wanted, trainable=unit.trainable)

@@ -35,16 +35,10 @@ class Trace:
         """Position of a use → the unit that precedes the used unit in the order of next uses; `_HEAD` if none does."""
         self.first: dict[int, int] = {}
         """unit → position of its first use in the cycle, in ascending order."""
-        self._last: dict[int, int] = {}
         for position, unit in enumerate(uses):
             self.first.setdefault(unit, position)
-            self._last[unit] = position
-        self._link()
-
-    def _link(self) -> None:
-        """Fill `following` and `behind`, backwards through the cycle. Before a use, its unit is first in the order of
-        next uses; after it, the unit follows the recorded unit.
-        """
+        # Backwards through the cycle. Before a use, its unit is first in the order of next uses; after it, the unit
+        # follows the recorded unit.
         order = _Order(self.first)
         later = {unit: len(self.uses) + position for unit, position in self.first.items()}
         for position in range(len(self.uses) - 1, -1, -1):
@@ -56,7 +50,7 @@ class Trace:
         return list(self.first)
 
     def by_last_use(self) -> list[int]:
-        return sorted(self._last, key=self._last.__getitem__)
+        return list(dict.fromkeys(reversed(self.uses)))[::-1]
 
 
 class _Order:
@@ -104,7 +98,8 @@ class Walk:
         self.trace = trace
         self.position = 0
         self._next = dict(trace.first)
-        self._order = _Order(trace.first)
+        self.order = _Order(trace.first)
+        """The distinct units in the order of their next uses, wrapping into the next cycle."""
 
     @property
     def ended(self) -> bool:
@@ -116,7 +111,7 @@ class Walk:
         if position == len(trace.uses) or trace.uses[position] != unit:
             return False
         self._next[unit] = trace.following[position]
-        self._order.from_front(trace.behind[position])
+        self.order.from_front(trace.behind[position])
         self.position = position + 1
         return True
 
@@ -127,10 +122,6 @@ class Walk:
     def uses_again(self, unit: int) -> bool:
         """Return True if this cycle uses `unit` at this position or later."""
         return self._next.get(unit, inf) < len(self.trace.uses)
-
-    def upcoming(self) -> Iterator[int]:
-        """Return the distinct units in the order of their next uses, wrapping into the next cycle."""
-        return iter(self._order)
 
 
 class Tracer:
@@ -227,7 +218,7 @@ class Tracer:
 
     def order(self) -> Iterator[int]:
         """Return the distinct units of the trace in the order of their next uses. Nothing without a trace."""
-        return iter(()) if self._walk is None else self._walk.upcoming()
+        return iter(()) if self._walk is None else iter(self._walk.order)
 
     def by_first_use(self) -> Iterator[int]:
         """Return the units of the trace in the order of their first uses in a cycle. Nothing without a trace."""

@@ -10,11 +10,10 @@ import torch
 
 from infinity.activations.disk import NAME, DiskRoom
 from infinity.activations.room import HostRoom, Room
-from infinity.errors import ConfigError
 from infinity.plan.io import ActivationPlan, IoPlan
 from infinity.plan.placement import Extent, aligned
 from infinity.sim.clock import Clock
-from infinity.sim.lanes import Drive, DriveEngine
+from infinity.sim.lanes import Drive, DriveEngine, measured
 from infinity.tiers.device import Device
 from infinity.tiers.files import alignment, whole
 from infinity.tiers.transfer import Transfer
@@ -34,12 +33,7 @@ def open_simulated_room(
 ) -> SimulatedRoom:
     if plan.io is None:
         return SimulatedHostRoom(device, clock, count)
-    if drive is None:
-        raise ConfigError(
-            "infinity.activations are on nvme, and the bandwidths lack nvme_read or nvme_write: measure them with "
-            "infinity bench-links"
-        )
-    return SimulatedDiskRoom(plan.io, drive, device, count)
+    return SimulatedDiskRoom(plan.io, measured(drive, "infinity.activations"), device, count)
 
 
 class SimulatedHostRoom(HostRoom):

@@ -88,8 +88,7 @@ def split_updates(again: Again, config: Config, backward: Simulation) -> Iterato
         return
     shortest, found = (1 - _EXPOSED) * backward.seconds, 0.0
     for share in _SHARES_IN_FORWARD:
-        section = config.infinity.model_copy(update={"forward_updates": share})
-        seen, needs = again(config.model_copy(update={"infinity": section}))
+        seen, needs = again(_with(config, forward_updates=share))
         if not needs.limits and seen.seconds < shortest:
             shortest, found = seen.seconds, share
     if found:
@@ -131,11 +130,6 @@ class Wear:
         return self._rating / self.written
 
     @property
-    def lasts(self) -> str:
-        """Return the days and steps until the rating is reached, as text."""
-        return f"{_shown(self.days)}, or {_rounded(self.steps):,} steps"
-
-    @property
     def _rating(self) -> int:
         return PETABYTE if self.rated is None else self.rated
 
@@ -143,9 +137,10 @@ class Wear:
         return {"rated_bytes": self._rating, "days": self.days, "steps": self.steps}
 
     def __str__(self) -> str:
+        lasts = f"{_shown(self.days)}, or {_rounded(self.steps):,} steps"
         if self.rated is None:
-            return f"each PB that the drive is rated for lasts {self.lasts}"
-        return f"the drive's rating of {show_bytes(self.rated)} is reached in {self.lasts}"
+            return f"each PB that the drive is rated for lasts {lasts}"
+        return f"the drive's rating of {show_bytes(self.rated)} is reached in {lasts}"
 
 
 def wear_of(simulation: Simulation, ranks_per_node: int, rated: int | None) -> Wear | None:

@@ -222,7 +222,8 @@ class Clock:
             for thread in self.threads:
                 if not thread.is_ready:
                     continue
-                if first is None or thread.time < first.time or _is_tie(first, thread):
+                # A thread goes before the model's at the same time: it has done work that takes no time already.
+                if first is None or thread.time < first.time or (not first.index and thread.time == first.time):
                     first, others = thread, inf if first is None else first.time
                 elif thread.time < others:
                     others = thread.time
@@ -237,11 +238,6 @@ class Clock:
                 first = self.threads[0]
             self.current = first
             return first
-
-
-def _is_tie(first: HostThread, other: HostThread) -> bool:
-    """Return whether `other` goes before the model's thread: it has done work that takes no time already."""
-    return not first.index and other.time == first.time
 
 
 def _due(source: Source) -> float:

@@ -99,7 +99,7 @@ class Compute(TorchDispatchMode):
             if key is not None and _is_meta(result):
                 self._known[key] = known
         else:
-            result = args[0] if kind is _Kind.SAME else known.result()
+            result = args[0] if kind is _Kind.SAME else _from_specs(known.made)
         self.flops += known.flops
         if known.draws:
             torch.rand((), device="cpu")  # moves a generator, as the operation would
@@ -189,9 +189,6 @@ class _Operation:
     """Bytes whose access takes time in addition to `seconds`, at once with them."""
     draws: bool
     """True if it draws random numbers."""
-
-    def result(self) -> Any:
-        return _from_specs(self.made)
 
 
 class _Spec(NamedTuple):

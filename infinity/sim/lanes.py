@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from infinity.errors import ConfigError
 from infinity.observe.timeline import LANES
 from infinity.sim.clock import Clock, HostThread, Record
 from infinity.tiers.transfer import Transfer, issued
@@ -193,6 +194,16 @@ class Drive:
     def _plan(self) -> None:
         self.due = self._since + min(map(_remaining, self._busy)) if self._busy else inf
         self._clock.expect(self.due)
+
+
+def measured(drive: Drive | None, held: str) -> Drive:
+    """Return `drive`. held: the data on it, for the error. Raises ConfigError if its bandwidths are unknown."""
+    if drive is None:
+        raise ConfigError(
+            f"{held} are on nvme, and the bandwidths lack nvme_read or nvme_write: measure them with "
+            "infinity bench-links"
+        )
+    return drive
 
 
 def _remaining(queue: Queue) -> float:

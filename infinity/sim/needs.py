@@ -46,9 +46,6 @@ class Needs:
     def spare(self, tier: TierKind) -> int:
         return self.available[tier] - self.peak[tier]
 
-    def missing(self, tier: TierKind) -> int:
-        return max(0, self.peak[tier] - self.available[tier])
-
 
 def needs_of(plan: Plan, machine: Machine, *, activations: Mapping[TierKind, int], baseline_rss: int) -> Needs:
     """Return the bytes that all ranks of a node take together.
@@ -57,26 +54,23 @@ def needs_of(plan: Plan, machine: Machine, *, activations: Mapping[TierKind, int
     a process before it makes an engine.
     """
     ranks = machine.ranks_per_node
+    place = {tier: TierKind.HOST if tier.on_device and not machine.gpus else tier for tier in TierKind}
     tiers = {tier: dict.fromkeys(KINDS, 0) for tier in TierKind}
     for (_, state), extent in plan.placement.extents.items():
-        tiers[extent.tier][_KIND[state]] += extent.nbytes * ranks
+        tiers[place[extent.tier]][_KIND[state]] += extent.nbytes * ranks
     if plan.io is not None and plan.io.durable is not None:
         for state, nbytes in plan.io.durable.added():
             tiers[TierKind.NVME][_KIND[state]] += nbytes * ranks
     for pool in plan.pools:
-        tiers[pool.tier]["buffers"] += pool.nbytes * ranks
-    peak = {tier: nbytes * ranks for tier, nbytes in plan.peak_nbytes().items()}
+        tiers[place[pool.tier]]["buffers"] += pool.nbytes * ranks
+    peak, passing = dict.fromkeys(TierKind, 0), dict.fromkeys(TierKind, 0)
+    for tier, nbytes in plan.peak_nbytes().items():
+        peak[place[tier]] += nbytes * ranks
+        passing[place[tier]] += plan.passing.get(tier, 0) * ranks
     for tier, nbytes in activations.items():
-        tiers[tier]["activations"] = nbytes * ranks
-        peak[tier] += nbytes * ranks
+        tiers[place[tier]]["activations"] += nbytes * ranks
+        peak[place[tier]] += nbytes * ranks
     peak[TierKind.HOST] += baseline_rss * ranks
-    if not machine.gpus:
-        peak[TierKind.HOST], peak[TierKind.DEVICE] = peak[TierKind.HOST] + peak[TierKind.DEVICE], 0
-        merged = {kind: tiers[TierKind.HOST][kind] + tiers[TierKind.DEVICE][kind] for kind in KINDS}
-        tiers[TierKind.HOST], tiers[TierKind.DEVICE] = merged, dict.fromkeys(KINDS, 0)
-    passing = {tier: plan.passing.get(tier, 0) * ranks for tier in TierKind}
-    if not machine.gpus:
-        passing[TierKind.HOST], passing[TierKind.DEVICE] = passing[TierKind.HOST] + passing[TierKind.DEVICE], 0
     available = {
         TierKind.DEVICE: machine.device_memory * machine.gpus,
         TierKind.HOST: machine.host_memory,
@@ -104,7 +98,7 @@ def advice(plan: Plan, needs: Needs, savings: Savings) -> Iterator[str]:
     for over in needs.exceeded:
         yield f"infinity.memory.{over.tier} is {show_bytes(over.needed - over.limit)} a rank too small: {over.fix}"
     for tier in needs.lacking:
-        missing = needs.missing(tier)
+        missing = -needs.spare(tier)
         changes = _changes(plan, needs, tier, savings)
         freed = sum(nbytes for nbytes, _ in changes)
         more = f". This frees at most {show_bytes(freed)}: use a smaller model or more nodes" if freed < missing else ""
@@ -141,7 +135,9 @@ def _changes(plan: Plan, needs: Needs, tier: TierKind, savings: Savings) -> list
     held = needs.tiers[tier]
     states = held["params"] + held["gradients"] + held["optimizer"]
     if not tier.in_memory:
-        return [(states, f"use a larger drive or more nodes{_smaller_moments(plan)}")]
+        is_small = plan.policy.states(plan.units[0].dtype).bytes_per_element <= 5
+        moments = "" if is_small else ', or infinity.moments "8bit"'
+        return [(states, f"use a larger drive or more nodes{moments}")]
     if tier.in_host_memory and plan.budget.host is not None:
         place = "lower infinity.memory.host, which states and buffers fill"
     elif tier.in_host_memory:
@@ -173,7 +169,3 @@ def _held_by_budget(plan: Plan) -> bool:
     """Return whether a budget keeps states on the device that the config places elsewhere."""
     extents = plan.placement.extents.items()
     return any(extent.tier.on_device and not plan.policy.tier_of(state).on_device for (_, state), extent in extents)
-
-
-def _smaller_moments(plan: Plan) -> str:
-    return "" if plan.policy.states(plan.units[0].dtype).bytes_per_element <= 5 else ', or infinity.moments "8bit"'

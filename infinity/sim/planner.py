@@ -109,14 +109,7 @@ def predict(
         _check_flops(config, links)
     model = make()
     parameters = sum(parameter.numel() for parameter in model.module.parameters())
-    simulation = None
-    if links is None:
-        plan = plan_of(model, config, machine)
-        activations = _activations_of(model, config, machine, train_batch=train_batch)
-    else:
-        simulation = _simulated(model, config, machine, links, train_batch=train_batch, times=times)
-        plan, activations = simulation.plan, _activations(simulation)
-    needs = needs_of(plan, machine, activations=activations, baseline_rss=0 if links is None else links.baseline_rss)
+    simulation, plan, needs = _needed(model, config, machine, links, times, train_batch=train_batch)
     savings = Savings(
         checkpoint=not model.checkpointed,
         smaller_batch=config.resolve_batch(machine.ranks).micro > 1,
@@ -166,15 +159,29 @@ def _moved_to_nvme(
         return {}
     section = section.model_copy(update={"device": "nvme", "nvme_path": section.nvme_path or (Path(),)})
     config = config.model_copy(update={"infinity": config.infinity.model_copy(update={"activations": section})})
+    _, _, after = _needed(make(), config, machine, links, times, train_batch=train_batch)
+    return {tier: max(0, needs.peak[tier] - after.peak[tier]) for tier in needs.lacking}
+
+
+def _needed(
+    model: PlannedModel,
+    config: Config,
+    machine: Machine,
+    links: Links | None,
+    times: Times | None,
+    *,
+    train_batch: bool,
+) -> tuple[Simulation | None, Plan, Needs]:
+    """Return a simulation, None without `links`, the plan, and the memory that it needs. `model` cannot be used
+    afterwards.
+    """
     if links is None:
-        plan = plan_of(make(), config, machine)
-        activations = _activations_of(make(), config, machine, train_batch=train_batch)
-    else:
-        seen = _simulated(make(), config, machine, links, train_batch=train_batch, times=times)
-        plan, activations = seen.plan, _activations(seen)
-    rss = 0 if links is None else links.baseline_rss
-    after = needs_of(plan, machine, activations=activations, baseline_rss=rss).peak
-    return {tier: max(0, needs.peak[tier] - after[tier]) for tier in needs.lacking}
+        plan = plan_of(model, config, machine)
+        activations = _activations_of(model, config, machine, train_batch=train_batch)
+        return None, plan, needs_of(plan, machine, activations=activations, baseline_rss=0)
+    seen = _simulated(model, config, machine, links, train_batch=train_batch, times=times)
+    needs = needs_of(seen.plan, machine, activations=_activations(seen), baseline_rss=links.baseline_rss)
+    return seen, seen.plan, needs
 
 
 def _simulated(
@@ -211,9 +218,9 @@ def _again(
     train_batch: bool = False,
 ) -> tuple[Simulation, Needs]:
     """Simulate another run of the same model. Returns it and the memory that it needs."""
-    config = machine.resolved(config)
-    seen = _simulated(make(), config, machine, links, train_batch=train_batch, times=times)
-    return seen, needs_of(seen.plan, machine, activations=_activations(seen), baseline_rss=links.baseline_rss)
+    seen, _, needs = _needed(make(), machine.resolved(config), machine, links, times, train_batch=train_batch)
+    assert seen is not None  # `links` are known
+    return seen, needs
 
 
 class Activations:

@@ -18,7 +18,7 @@ from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
 from infinity.construction.stream_in import move_buffers
 from infinity.durable.run import DurableRun
-from infinity.errors import ConfigError
+from infinity.engine.platform import Platform
 from infinity.optim import cpu_adam
 from infinity.plan.io import ActivationPlan
 from infinity.plan.layout import UnitLayout
@@ -30,7 +30,7 @@ from infinity.sim.activations import SimulatedRoom, open_simulated_room
 from infinity.sim.clock import Clock
 from infinity.sim.compute import Compute
 from infinity.sim.device import SimulatedDevice
-from infinity.sim.lanes import Drive, DriveEngine
+from infinity.sim.lanes import Drive, DriveEngine, measured
 from infinity.sim.machine import Links
 from infinity.sim.ranks import Ranks, SimulatedCommunicator
 from infinity.tier_kind import TierKind
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from infinity.config import Config
 
 
-class SimulatedPlatform:
-    """A `Platform` (`infinity.engine.platform`) on one clock."""
+class SimulatedPlatform(Platform):
+    """A platform on one clock."""
 
     def __init__(self, clock: Clock, device: SimulatedDevice, compute: Compute, links: Links, ranks: Ranks) -> None:
         """compute: of the model's thread."""
@@ -149,7 +149,9 @@ def simulated_kernels(device: SimulatedDevice) -> Kernels:
 def open_simulated(plan: Plan, device: Device, clock: Clock, drive: Drive | None) -> dict[TierKind, Tier]:
     """Return kind → tier, for the tiers that hold extents."""
     return {
-        kind: SimulatedSlab(kind, plan, device, clock) if kind.in_memory else _nvme(plan, device, drive)
+        kind: SimulatedSlab(kind, plan, device, clock)
+        if kind.in_memory
+        else SimulatedNvme(plan, device, measured(drive, "states"))
         for kind in sorted(plan.placement.nbytes, key=lambda kind: kind.in_memory)
     }
 
@@ -198,12 +200,3 @@ class SimulatedNvme(NvmeTier):
 
     def _write(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
         return self._requests.write(extent.name, memory.numel())
-
-
-def _nvme(plan: Plan, device: Device, drive: Drive | None) -> Tier:
-    if drive is None:
-        raise ConfigError(
-            "states are on nvme, and the bandwidths lack nvme_read or nvme_write: measure them with "
-            "infinity bench-links"
-        )
-    return SimulatedNvme(plan, device, drive)

@@ -47,7 +47,7 @@ class SimulatedCommunicator(Communicator):
         self._per_node = ranks.per_node
         self.backend = "" if ranks.size == 1 else "gloo" if device.host_addressable else "nccl"
         self.replicas = None
-        self._mesh = TensorParallelMesh()
+        self.model = TensorParallelMesh()
         if self.backend:
             self._thread = concurrency.one_thread("infinity-comm", device.enter_thread)
 
@@ -92,17 +92,10 @@ class SimulatedCommunicator(Communicator):
     ) -> _Result:
         return collective(*arguments)
 
-    def _together(
-        self,
-        operation: Operation,
-        length: int,
-        work: Callable[..., _Result],
-        *arguments: Any,
-        unit: int | None = None,
-    ) -> _Result:
+    def _together(self, announced: Announcement, work: Callable[..., _Result], *arguments: Any) -> _Result:
         """Wait for the thread of collectives, whose small exchanges take no time."""
         self._thread.submit(lambda: None).result()
-        if operation is Operation.BARRIER:
+        if announced.operation is Operation.BARRIER:
             return None  # type: ignore[return-value]
         return work(*arguments)
 

@@ -33,18 +33,6 @@ from infinity.tiers.stalls import EventClock, StreamWaits
 from infinity.tiers.transfer import DONE, Transfer, issued
 
 
-def store_on_host(host: torch.Tensor, result: torch.Tensor) -> None:
-    """Write `result`, uint8 (n,) on a CUDA device, to `host`, uint8 (n,) in registered host memory.
-
-    Runs on the device's current stream, by `infinity.native._adam_cuda`. Does not wait. Raises RuntimeError with CUDA's
-    text if `host` is not registered.
-    """
-    import infinity.native._adam_cuda as native
-
-    where = {"device": result.get_device(), "stream": torch.cuda.current_stream(result.device).cuda_stream}
-    native.store(result.data_ptr(), host.data_ptr(), result.numel(), **where)
-
-
 class StreamTransfer:
     """Work on a stream, up to an event."""
 
@@ -172,7 +160,10 @@ class AcceleratorDevice(Device):
 
     def copy_result(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
         if source.is_cuda and cuda.available() and destination.is_pinned():
-            store_on_host(destination, source)
+            import infinity.native._adam_cuda as native
+
+            where = {"device": source.get_device(), "stream": torch.cuda.current_stream(source.device).cuda_stream}
+            native.store(source.data_ptr(), destination.data_ptr(), source.numel(), **where)
             return self.compute_reached()
         return self.copy(destination, source)
 

@@ -41,19 +41,14 @@ class Digests:
         return self.packed[number * WIDTH : (number + 1) * WIDTH]
 
 
-class Sums:
-    """Checksums of the blocks of a file that this process has written."""
+def digest_of_written(checksums: bytes, place: int, nbytes: int, block: int) -> bytes | None:
+    """Return the digest of bytes [place, place + nbytes) of a file; None if this process never wrote some of them.
 
-    def __init__(self, packed: bytes, block: int) -> None:
-        """packed: as `_aio.File.checksums`."""
-        self._sums = np.frombuffer(packed, dtype=np.uint32)
-        self._block = block
-
-    def digest(self, place: int, nbytes: int) -> bytes | None:
-        """Return the digest of bytes [place, place + nbytes); None if some were never written."""
-        part = self._sums[place // self._block : -(-(place + nbytes) // self._block)]
-        # 0 means that the block has no checksum; a checksum of 0 is kept as 1.
-        return _digest(part) if part.all() else None
+    checksums: of the file's blocks, as `_aio.File.checksums`.
+    """
+    part = np.frombuffer(checksums, dtype=np.uint32)[place // block : -(-(place + nbytes) // block)]
+    # 0 means that the block has no checksum; a checksum of 0 is kept as 1.
+    return _digest(part) if part.all() else None
 
 
 def digest_of(read: Read, place: int, nbytes: int, block: int) -> bytes:

@@ -11,7 +11,7 @@ import torch
 from infinity.native import _aio
 from infinity.plan.placement import Extent
 from infinity.tiers.device import Device
-from infinity.tiers.digests import Digests, Sums, digest_of
+from infinity.tiers.digests import Digests, digest_of, digest_of_written
 from infinity.tiers.files import SwapFile
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.nvme import NvmeTier
@@ -108,15 +108,16 @@ class DurableTier(NvmeTier):
 
         A slot that is still the committed one was not written since. Slots without a known digest are read.
         """
-        sums = Sums(self._slot_file.checksums, self._block)
-        is_known = known is not None and known.block == self._block and len(known) == len(before) == len(sealed)
+        sums, block = self._slot_file.checksums, self._block
+        is_known = known is not None and known.block == block and len(known) == len(before) == len(sealed)
         found: list[bytes] = []
         for number, (place, nbytes) in enumerate(self.slots.places(sealed)):
             if known is not None and is_known and before[number] == sealed[number]:
                 found.append(known[number])
             else:
-                found.append(sums.digest(place, nbytes) or digest_of(self._content, place, nbytes, self._block))
-        return Digests(self._block, b"".join(found))
+                digest = digest_of_written(sums, place, nbytes, block)
+                found.append(digest or digest_of(self._content, place, nbytes, block))
+        return Digests(block, b"".join(found))
 
     def _content(self, place: int, nbytes: int) -> torch.Tensor:
         buffer = host_tensor(nbytes)

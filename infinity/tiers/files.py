@@ -24,16 +24,13 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 
 from infinity.errors import StorageError
 from infinity.native import _aio
 from infinity.plan.io import LARGEST_CHUNK, ranges, shares
 from infinity.tiers.space import FULL, Range, check_named, file_system_of, names, punch, require, reserve
-
-__all__ = ["SwapFile", "open_swap_files"]
 
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS}
 
@@ -41,7 +38,7 @@ _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno
 @dataclass(frozen=True)
 class Member:
     """One open file of a swap file. direct: descriptor with `O_DIRECT`; -1: none. path: names a file only if it is
-    durable. nbytes: reserved.
+    durable. nbytes: reserved. own: folder of the file alone, to be removed with it, if any.
     """
 
     fd: int
@@ -49,10 +46,17 @@ class Member:
     folder: Path
     path: Path
     nbytes: int
+    own: Path | None
 
     @property
     def fds(self) -> list[int]:
         return [self.direct, self.fd] if self.direct >= 0 else [self.fd]
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        if self.own is not None:  # network file systems keep removed files under another name while they are open
+            shutil.rmtree(self.own, ignore_errors=True)
 
 
 class SwapFile:
@@ -63,18 +67,13 @@ class SwapFile:
     whole chunks of the stripe.
     """
 
-    def __init__(
-        self, members: Sequence[Member], nbytes: int, chunk: int = LARGEST_CHUNK, folders: Sequence[Path] = ()
-    ) -> None:
-        """members: their descriptors are closed with the file. chunk: bytes of a stripe's chunk. folders: removed with
-        the file.
-        """
+    def __init__(self, members: Sequence[Member], nbytes: int, chunk: int) -> None:
+        """members: closed with the file. chunk: bytes of a stripe's chunk."""
         self.path = ", ".join(str(member.path) for member in members)
         self.nbytes = nbytes
         self._fds = [fd for member in members for fd in member.fds]
-        self._members = list(members)
+        self._members = members
         self._chunk = chunk
-        self._folders = list(folders)
         self.file = self.native()
 
     def native(self) -> _aio.File:
@@ -140,18 +139,15 @@ class SwapFile:
     def close(self) -> None:
         """Release the space. All requests on the file must be done before. Idempotent."""
         # A second call must not close a descriptor that another file has got since.
-        fds, self._fds = self._fds, []
-        for fd in fds:
-            os.close(fd)
-        for folder in self._folders:  # network file systems keep removed files under another name while they are open
-            shutil.rmtree(folder, ignore_errors=True)
+        if self._fds:
+            self._fds = []
+            for member in self._members:
+                member.close()
 
     def __enter__(self) -> SwapFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -206,15 +202,11 @@ def open_swap_files(
             )
 
     with ExitStack() as undo:
-        opened = []
+        members = []
         for folder, file, size in zip(folders, files, sizes, strict=True):
-            opened.append(undo.enter_context(_open_one(folder, size, file, durable=durable)))
-        swap = opened[0]
-        # `members` take over the descriptors: nothing closes the single files once `undo` is dropped.
-        if len(opened) > 1:
-            members = [member for each in opened for member in each._members]
-            named = [each for one in opened for each in one._folders]
-            swap = SwapFile(members, whole(nbytes, chunk), chunk, named)
+            members.append(_open_one(folder, size, file, durable=durable))
+            undo.callback(members[-1].close)
+        swap = SwapFile(members, sizes[0] if len(members) == 1 else whole(nbytes, chunk), chunk)
         undo.pop_all()
         return swap
 
@@ -224,22 +216,18 @@ def member_of(name: str, member: int) -> str:
     return f"{name}-{member}" if member else name
 
 
-def _open_one(folder: Path, nbytes: int, name: str, *, durable: bool) -> SwapFile:
+def _open_one(folder: Path, nbytes: int, name: str, *, durable: bool) -> Member:
     """Open and reserve one file. nbytes: a multiple of the alignment."""
-    fd, named = (_open_durable(folder / name), None) if durable else open_anonymous(folder, name)
-    direct_fd = -1
+    fd, own = (_open_durable(folder / name), None) if durable else open_anonymous(folder, name)
+    member = Member(fd, -1, folder, folder / name, nbytes, own)
     try:
         # A probe writes a page and truncates the file, which would destroy the states of a durable run.
-        direct_fd = open_direct(fd) if os.fstat(fd).st_size else _open_direct(fd, folder)
+        direct = open_direct(fd) if os.fstat(fd).st_size else _open_direct(fd, folder)
+        member = replace(member, direct=direct)
         reserve(Range(fd, folder, 0, nbytes))
-        member = Member(fd, direct_fd, folder, folder / name, nbytes)
-        return SwapFile([member], nbytes, folders=[named] if named else [])
+        return member
     except BaseException:
-        os.close(fd)
-        if direct_fd >= 0:
-            os.close(direct_fd)
-        if named is not None:
-            shutil.rmtree(named, ignore_errors=True)
+        member.close()
         raise
 
 

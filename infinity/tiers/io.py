@@ -6,19 +6,18 @@ Opens files of the user for the I/O engine: by path, or by a descriptor that the
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import stat
 import weakref
 from functools import partial
-from types import TracebackType
 
 import torch
 
 from infinity.errors import StorageError, UsageError
 from infinity.native import _aio
+from infinity.observe.log import logger
 from infinity.plan.io import IoPlan
-from infinity.tiers.files import alignment
+from infinity.tiers.files import alignment, open_direct
 from infinity.tiers.memory import before_unmapping
 
 ENGINES = ("auto", "libaio", "io_uring")
@@ -26,8 +25,6 @@ ENGINES = ("auto", "libaio", "io_uring")
 
 AUTO = ("io_uring", "libaio")
 """Engines that "auto" tries, the better one first."""
-
-_log = logging.getLogger("infinity")
 
 
 def open_engine(engine: str = "auto", *, block_size: int, queue_depth: int, threads: int) -> _aio.Engine:
@@ -42,7 +39,7 @@ def open_engine(engine: str = "auto", *, block_size: int, queue_depth: int, thre
         try:
             return _open(kind, block_size, queue_depth, threads)
         except StorageError as error:
-            _log.debug("no I/O engine of the kind %s: %s", kind, error)
+            logger.debug("no I/O engine of the kind %s: %s", kind, error)
             refused.append(f"{kind}: {error}")
     raise StorageError(refused[0] if len(refused) == 1 else "no I/O engine; " + "; ".join(refused))
 
@@ -87,7 +84,7 @@ def _open(kind: str, block_size: int, queue_depth: int, threads: int) -> _aio.En
         raise StorageError(f"{error} (section aio; threads are intra_op_parallelism × the number of paths)") from error
     # The engine halves its depth until the kernel has enough slots: slower, but no reason to end a training.
     if engine.queue_depth < queue_depth:
-        _log.warning(
+        logger.warning(
             "aio.queue_depth is %d instead of %d: the system's slots for asynchronous I/O are short (raise "
             "fs.aio-max-nr with sysctl)",
             engine.queue_depth,
@@ -127,19 +124,13 @@ class UserFile:
                 raise StorageError(f"{self.path} is neither a file nor a disk: name a file")
             # Not the path, by which one file has many names.
             self.key = status.st_dev, status.st_ino
-            direct = self._open_direct(flags)
+            direct = open_direct(self._fds[0], flags)
+            if direct >= 0:
+                self._fds.append(direct)
             self.file = _aio.File(direct, self._fds[0], self.path, alignment())
         except BaseException:
             self.close()
             raise
-
-    def _open_direct(self, flags: int) -> int:
-        """Return a second descriptor with `O_DIRECT`; -1 if the file system refuses it."""
-        try:
-            self._fds.append(os.open(f"/proc/self/fd/{self._fds[0]}", flags | os.O_DIRECT))
-        except OSError:
-            return -1
-        return self._fds[-1]
 
     def check_range(self, offset: int, nbytes: int) -> None:
         """Raise StorageError unless the file has bytes [offset, offset + nbytes)."""
@@ -159,9 +150,7 @@ class UserFile:
     def __enter__(self) -> UserFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -8,7 +8,6 @@ Transfers use host memory directly. Device memory that the host cannot address g
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from collections.abc import Iterable, Mapping
 
@@ -16,6 +15,7 @@ import torch
 
 from infinity.errors import ChecksumError
 from infinity.native import _aio
+from infinity.observe.log import logger
 from infinity.plan.placement import Extent, aligned
 from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier, Window
@@ -26,8 +26,6 @@ from infinity.tiers.pool import Pool
 from infinity.tiers.read_ahead import WindowsAhead
 from infinity.tiers.staging import Staging
 from infinity.tiers.transfer import Failed, Transfer
-
-_log = logging.getLogger("infinity")
 
 
 class Request:
@@ -56,7 +54,7 @@ class Request:
 
 def _warn_of_repairs(request: _aio.Request, extent: Extent) -> None:
     for offset, nbytes, path, count in request.take_repaired():
-        _log.warning(
+        logger.warning(
             "checksum mismatch in the %s, in %s: %d bytes at offset %d were wrong, and right when they were read "
             "again, so they are used. %d such blocks so far: check the drive's cable, its controller and the memory",
             extent.name,

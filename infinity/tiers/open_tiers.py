@@ -54,17 +54,14 @@ def _open_nvme(plan: Plan, device: Device, rank: int, durable: DurableFiles | No
     assert plan.io is not None
     io = plan.io
     with ExitStack() as undo:
-        if durable is None:
-            file = open_swap_files(io.folders, io.nbytes, name=f"states of rank {rank}", chunk=io.chunk)
-        else:
-            file = open_swap_files(
-                durable.folders,
-                io.nbytes,
-                name=states_of(rank),
-                chunk=io.chunk,
-                durable=True,
-                holds_states=durable.committed is not None,
-            )
+        file = open_swap_files(
+            io.folders if durable is None else durable.folders,
+            io.nbytes,
+            name=f"states of rank {rank}" if durable is None else states_of(rank),
+            chunk=io.chunk,
+            durable=durable is not None,
+            holds_states=durable is not None and durable.committed is not None,
+        )
         undo.callback(file.close)
         engine = engine_of(io)
         undo.callback(engine.close)
@@ -118,7 +115,7 @@ class Pools:
 
     def nbytes(self, tier: str) -> int:
         """Return the bytes of all buffers in `tier`."""
-        return sum(pool.nbytes for name, pool in self._pools.items() if self._tier_of[name] == tier)
+        return sum(pool.nbytes for pool in self.of_tier(tier))
 
 
 def _registered(

@@ -6,7 +6,6 @@ Space on nvme for extents that rarely hold bytes: a write reserves it, and it is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 
 import torch
 
@@ -18,10 +17,11 @@ from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.nvme import NvmeTier
 from infinity.tiers.pool import Pool
-from infinity.tiers.transfer import DONE, Transfer
+from infinity.tiers.slab import MemoryTier
+from infinity.tiers.transfer import Transfer
 
 
-class PassingTier(Tier):
+class PassingTier(MemoryTier):
     """Extents in device memory or in unpinned host memory, each in an allocation of its own.
 
     Extents are written whole. A write replaces bytes that were not discarded, so that their readers keep them. It takes
@@ -29,9 +29,7 @@ class PassingTier(Tier):
     """
 
     def __init__(self, kind: TierKind, device: Device) -> None:
-        self.kind = kind
-        self.immediate = device.host_addressable
-        self._device = device
+        super().__init__(kind, device)
         self._held: dict[int, torch.Tensor] = {}
         """Offset of an extent → its memory."""
         self._spare: dict[int, torch.Tensor] = {}
@@ -60,16 +58,6 @@ class PassingTier(Tier):
             self._held[extent.offset] = memory
         return written
 
-    def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
-        with self._copying("host_to_device", extent):
-            return self._device.copy(destination, self._view(extent, offset, destination.numel()))
-
-    def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
-        return Window(self._view(extent, offset, nbytes), DONE, extent, offset)
-
-    def store(self, window: Window) -> Transfer:
-        return DONE
-
     def discard(self, extent: Extent, read: torch.Tensor | None = None) -> None:
         with self._access:
             memory = self._held.get(extent.offset)
@@ -87,12 +75,6 @@ class PassingTier(Tier):
         with self._access:
             assert not self._held
             self._spare, self._old = {}, {}
-
-    def _copying(self, lane: str, extent: Extent) -> AbstractContextManager[None]:
-        return self._device.recorder.naming(extent.name, "" if self.kind.on_device else lane)
-
-    def _allocate(self, nbytes: int) -> torch.Tensor:
-        return self._device.empty(nbytes) if self.kind.on_device else self._device.host_buffer(nbytes, pin=False)
 
     def _view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:
         with self._access:

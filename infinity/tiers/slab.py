@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -16,21 +17,48 @@ from infinity.tiers.pool import Pool
 from infinity.tiers.transfer import DONE, Transfer
 
 
-class SlabTier(Tier):
+class MemoryTier(Tier):
+    """Extents in device memory or in host memory: windows are views of it."""
+
+    def __init__(self, kind: TierKind, device: Device) -> None:
+        self.kind = kind
+        self.immediate = device.host_addressable
+        self._device = device
+
+    @abstractmethod
+    def _view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:
+        """Return bytes [offset, offset + nbytes) of an extent."""
+
+    def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
+        with self._copying("host_to_device", extent):
+            return self._device.copy(destination, self._view(extent, offset, destination.numel()))
+
+    def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
+        return Window(self._view(extent, offset, nbytes), DONE, extent, offset)
+
+    def store(self, window: Window) -> Transfer:
+        return DONE
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        return self._device.empty(nbytes) if self.kind.on_device else self._device.host_buffer(nbytes, pin=False)
+
+    def _copying(self, lane: str, extent: Extent) -> AbstractContextManager[None]:
+        return self._device.recorder.naming(extent.name, "" if self.kind.on_device else lane)
+
+
+class SlabTier(MemoryTier):
     """A slab of `nbytes` of device memory or of host memory."""
 
     def __init__(self, kind: TierKind, nbytes: int, device: Device, *, pinned: Sequence[tuple[int, int]] = ()) -> None:
         """pinned: bytes [start, stop) of host memory that the device copies, in ascending order."""
-        self.kind = kind
+        super().__init__(kind, device)
         self.nbytes = nbytes
-        self.immediate = device.host_addressable
-        self._device = device
         self._is_offloaded = False
         self._written: set[int] = set()
         self.writes: dict[int, int] = {}
         """Offset of an extent → number of calls of `write`."""
         # Not pinned as a whole: only what the device copies is registered, which takes time for each page.
-        self._slab = device.empty(nbytes) if kind.on_device else device.host_buffer(nbytes, pin=False)
+        self._slab = self._allocate(nbytes)
         if self._slab.is_cpu:
             first_touch(self._slab)
             device.pin(self._slab, pinned)  # after the touch, since it would place all pages on this thread's node
@@ -60,10 +88,6 @@ class SlabTier(Tier):
         start = extent.offset + offset
         return self._slab[start : start + nbytes]
 
-    def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
-        with self._copying("host_to_device", extent):
-            return self._device.copy(destination, self._view(extent, offset, destination.numel()))
-
     def fetch(self, extent: Extent, destination: torch.Tensor) -> Transfer:
         with self._copying("host_to_device", extent):
             return self._device.copy_parameters(destination, self._view(extent, 0, destination.numel()))
@@ -74,9 +98,6 @@ class SlabTier(Tier):
         with self._copying("device_to_host", extent):
             return self._device.copy(self._view(extent, offset, source.numel()), source)
 
-    def _copying(self, lane: str, extent: Extent) -> AbstractContextManager[None]:
-        return self._device.recorder.naming(extent.name, "" if self.kind.on_device else lane)
-
     def memory(self, extent: Extent) -> torch.Tensor:
         """Return the bytes of an extent, uint8 (nbytes,): a view of the slab."""
         return self._view(extent, 0, extent.nbytes)
@@ -85,9 +106,3 @@ class SlabTier(Tier):
         """Return the offsets of extents that `write` has changed since the last call; updates work in place."""
         written, self._written = self._written, set()
         return written
-
-    def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
-        return Window(self._view(extent, offset, nbytes), DONE, extent, offset)
-
-    def store(self, window: Window) -> Transfer:
-        return DONE

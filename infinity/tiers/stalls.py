@@ -42,11 +42,11 @@ class StreamWaits(Waits):
         """Waits whose events were not read, oldest first."""
 
     def begin(self) -> tuple[float, torch.Event]:
-        return now(), self._event()
+        return now(), _event(torch.accelerator.current_stream(self._device))
 
     def end(self, began: Any, reason: str) -> _Wait:
         slept_from, before = began
-        wait = _Wait(reason, before, self._event())
+        wait = _Wait(reason, before, _event(torch.accelerator.current_stream(self._device)))
         self._count(reason, now() - slept_from)
         self._open.append(wait)
         # Bounds the number of live events.
@@ -62,11 +62,6 @@ class StreamWaits(Waits):
         self._read()
         with self._access:
             return dict(self._stood)
-
-    def _event(self) -> torch.Event:
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
 
     def _read(self) -> None:
         with self._access:
@@ -84,20 +79,23 @@ class EventClock:
 
     def calibrate(self, stream: torch.Stream) -> None:
         """Compare the clocks. Waits for `stream`."""
-        event = torch.Event(stream.device, enable_timing=True)
-        event.record(stream)
+        event = _event(stream)
         event.synchronize()
         self._base = event, now()
 
     def stamp(self, stream: torch.Stream) -> Stamp:
         """Return the time at which the work issued to `stream` so far ends."""
-        event = torch.Event(stream.device, enable_timing=True)
-        event.record(stream)
-        return self.seconds_of(event)
+        return self.seconds_of(_event(stream))
 
     def seconds_of(self, event: torch.Event) -> Callable[[], float | None]:
         assert self._base is not None, "calibrate was not called"
         return partial(_seconds_of, *self._base, event)
+
+
+def _event(stream: torch.Stream) -> torch.Event:
+    event = torch.Event(stream.device, enable_timing=True)
+    event.record(stream)
+    return event
 
 
 def _seconds_of(base: torch.Event, seconds: float, event: torch.Event) -> float | None:

@@ -43,28 +43,26 @@ def adopt_assigned(unit: Unit, recorder: Recorder) -> None:
     Drops the data and raises LifetimeError if its shape differs, or UsageError if its dtype differs, which the
     parameter would have in a plain loop, or if other tensors view the buffer, which would keep the previous values.
     """
-    present = _present_views(unit)
-    if present != unit.views:
-        with outside_modes():
-            if unit.update is not None:
-                with recorder.wait("update", "update"):
-                    unit.update.done.wait()  # a write under way also refers to the buffer
-            _adopt_all(unit, present)
-
-
-def _adopt_all(unit: Unit, present: list[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        present = [(p.data_ptr(), p.shape, p.stride()) for p in map(local, unit.parameters)]
+    if present == unit.views:
+        return
     assert unit.lease is not None
-    # Each parameter that still views the buffer is one expected reference; one that was assigned is none.
-    unchanged = sum(now == bound for now, bound in zip(present, unit.views, strict=True))
-    viewed = unit.lease.is_referenced(beyond=unchanged)
-    flat, guarded = unit.flat(), released.is_released(unit.parameters[0])
-    released.restore(unit.parameters)
-    try:
-        for number in (n for n, view in enumerate(unit.views) if present[n] != view):
-            _adopt(unit, number, flat, viewed=viewed)
-    finally:
-        if guarded:
-            released.release(unit.parameters)
+    with outside_modes():
+        if unit.update is not None:
+            with recorder.wait("update", "update"):
+                unit.update.done.wait()  # a write under way also refers to the buffer
+        # Each parameter that still views the buffer is one expected reference; one that was assigned is none.
+        unchanged = sum(now == bound for now, bound in zip(present, unit.views, strict=True))
+        viewed = unit.lease.is_referenced(beyond=unchanged)
+        flat, guarded = unit.flat(), released.is_released(unit.parameters[0])
+        released.restore(unit.parameters)
+        try:
+            for number in (n for n, view in enumerate(unit.views) if present[n] != view):
+                _adopt(unit, number, flat, viewed=viewed)
+        finally:
+            if guarded:
+                released.release(unit.parameters)
 
 
 def _adopt(unit: Unit, number: int, flat: torch.Tensor, *, viewed: bool) -> None:
@@ -99,11 +97,6 @@ def assigned(unit: Unit, slot: int) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         pending = local(unit.parameters[slot]).data_ptr() != unit.views[slot][0]
     return unit.assignments[slot] + pending
-
-
-def _present_views(unit: Unit) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    with torch._C.DisableTorchFunctionSubclass():
-        return [(p.data_ptr(), p.shape, p.stride()) for p in map(local, unit.parameters)]
 
 
 def is_whole(unit: Unit, tensor: torch.Tensor) -> bool:

@@ -125,28 +125,27 @@ def edit_lost(unit: Unit) -> LifetimeError:
     )
 
 
+@dataclass(eq=False)
 class EditCheck:
     """One comparison. Calling it waits for the device, and returns whether the unit was edited. Any thread may."""
 
-    def __init__(
-        self, device: Device, same: torch.Tensor, flag: torch.Tensor, computed: Transfer, copied: Transfer
-    ) -> None:
-        """same: valid once `computed` is done. flag: its copy on the host, valid once `copied` is done."""
-        self._computed = computed
-        self.copied = copied
-        self.same: torch.Tensor | None = same  # alive while it is copied
-        self._device = device
-        self._flag = flag
+    device: Device
+    same: torch.Tensor | None
+    """The result on the device, valid once `computed` is done; alive while it is copied."""
+    flag: torch.Tensor
+    """Its copy on the host, valid once `copied` is done."""
+    computed: Transfer
+    copied: Transfer
 
     def __call__(self) -> bool:
         # Two waits with two reasons: compute that was ahead of the check, then the copy of its result.
-        recorder = self._device.recorder
+        recorder = self.device.recorder
         with recorder.wait("compute", "edits"):
-            self._computed.wait()
+            self.computed.wait()
         with recorder.wait("device_to_host", "small copies"):
             self.copied.wait()
         self.same = None
-        return not self._device.numbers(self._flag)[0]
+        return not self.device.numbers(self.flag)[0]
 
 
 class EditChecks:

@@ -241,7 +241,8 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     the model's code (recomputation, hooks), in which each parameter must fetch its unit.
     """
     tensors = (args, kwargs.get("inputs"))
-    if any(not parameter.requires_grad for parameter in _released_in(tensors)):
+    parameters: list[Any] = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Released)]
+    if not all(parameter.requires_grad for parameter in parameters):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)  # raises torch's error
     wanted = args[1] if len(args) > 1 else ()
@@ -251,20 +252,15 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if not kwargs.get("materialize_grads"):
         return func(*args, **kwargs)
     found = func(*args, **{**kwargs, "materialize_grads": False, "allow_unused": True})
-    return tuple(_zeros(p) if g is None else g for p, g in zip(wanted, found, strict=True))
-
-
-def _released_in(values: Any) -> list[Any]:
-    return [value for value in tree_leaves(values) if isinstance(value, Released)]
+    return tuple(
+        torch.zeros(p.shape, dtype=p.dtype, device=p.device) if g is None else g
+        for p, g in zip(wanted, found, strict=True)
+    )
 
 
 def _edge(parameter: torch.Tensor) -> GradientEdge:
     with torch._C.DisableTorchFunctionSubclass():
         return get_gradient_edge(parameter)
-
-
-def _zeros(like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
 
 @contextmanager
@@ -284,17 +280,23 @@ def _owners(values: Any) -> Iterator[Owner]:
     """Yield the owners of all managed parameters in the arguments of an operation. Resident ones are included, since
     fetching one unit must not evict another.
     """
-    # A closed engine has no owner for a released parameter, which is an error and not a plain tensor.
-    if isinstance(values, torch.Tensor):
-        if isinstance(values, Released):
-            yield _owner(values)
-        elif isinstance(values, nn.Parameter) and (owner := owner_of(values)) is not None:
+    for value in leaves(values):
+        # A closed engine has no owner for a released parameter, which is an error and not a plain tensor.
+        if isinstance(value, Released):
+            yield _owner(value)
+        elif isinstance(value, nn.Parameter) and (owner := owner_of(value)) is not None:
             yield owner
-    elif isinstance(values, (list, tuple)):
+
+
+def leaves(values: Any) -> Iterator[Any]:
+    """Yield the values in nested lists, tuples and dicts: the arguments of an operation."""
+    if isinstance(values, (list, tuple)):
         for value in values:
-            yield from _owners(value)
+            yield from leaves(value)
     elif isinstance(values, dict):
-        yield from _owners(list(values.values()))
+        yield from leaves(list(values.values()))
+    else:
+        yield values
 
 
 def _owner(parameter: Any) -> Owner:

@@ -168,14 +168,15 @@ class UnitStates:
     def read_shards(self, layout: UnitLayout) -> Flats:
         """Return the unit's states with only this rank's shards filled in."""
         param = self._read_shard(layout)
-        shard = self.ranks.shard(param)
         flats = {"param": param}
         if layout.trainable:
-            flats = self._read_optimizer(layout)
+            kinds = self.formats(layout.dtype).states
+            flats = {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
+            self._records(layout).read({name: self.ranks.shard(flat) for name, flat in flats.items()})
             kept = flats.pop("remainder", None)
             if kept is not None:
                 flats["master"] = flat_tensor(layout.numel, torch.float32)
-                self.ranks.shard(flats["master"]).copy_(join_master(shard, self.ranks.shard(kept)))
+                self.ranks.shard(flats["master"]).copy_(join_master(self.ranks.shard(param), self.ranks.shard(kept)))
             # An fp32 parameter is its own master, and is stored once.
             elif layout.dtype == torch.float32:
                 flats["master"] = param
@@ -196,7 +197,8 @@ class UnitStates:
         """Return (numel,) in the unit's dtype with only this rank's shard of the parameters filled in."""
         flat = flat_tensor(layout.numel, layout.dtype)
         shard = self.ranks.shard(flat).view(torch.uint8)
-        self._tier(layout, State.PARAM).read(self._extent(layout, State.PARAM), shard).wait()
+        tier, extent = self._at(layout, State.PARAM)
+        tier.read(extent, shard).wait()
         return flat
 
     def kinds(self, layout: UnitLayout) -> tuple[StateKind, ...]:
@@ -208,8 +210,8 @@ class UnitStates:
 
     def fetch(self, layout: UnitLayout, shard: torch.Tensor) -> Transfer:
         """Start reading this rank's shard of the parameters into `shard`, uint8 (shard_nbytes,). See `Tier.fetch`."""
-        extent = self._extent(layout, State.PARAM)
-        return self.tiers[extent.tier].fetch(extent, shard)
+        tier, extent = self._at(layout, State.PARAM)
+        return tier.fetch(extent, shard)
 
     @cached_property
     def reads_ahead(self) -> Sequence[TierKind]:
@@ -223,7 +225,7 @@ class UnitStates:
         """
         kinds = self.reads_ahead
         for kind, same in zip(kinds, tee(layouts, len(kinds)), strict=True):
-            extents = (self._extent(layout, State.PARAM) for layout in same)
+            extents = (self.placement.of(layout.index, State.PARAM) for layout in same)
             of_tier = (extent for extent in extents if extent.tier is kind)
             nearest = next(of_tier, None)
             if nearest is not None:
@@ -231,8 +233,8 @@ class UnitStates:
 
     def write_back(self, layout: UnitLayout, shard: torch.Tensor) -> Transfer:
         """Start writing this rank's shard of the parameters, uint8 (shard_nbytes,), to its tier."""
-        extent = self._extent(layout, State.PARAM)
-        return self.tiers[extent.tier].write(extent, shard)
+        tier, extent = self._at(layout, State.PARAM)
+        return tier.write(extent, shard)
 
     def sync_masters_from_edit(self, layout: UnitLayout, shard: torch.Tensor) -> None:
         """Set the masters of 16-bit parameters that were edited to the edited values.
@@ -245,21 +247,15 @@ class UnitStates:
             return
         # Only edited elements change: the remainder of the others has bits that the parameter lacks.
         before, after = flat_tensor(layout.shard_numel, layout.dtype), flat_tensor(layout.shard_numel, layout.dtype)
-        self._tier(layout, State.PARAM).read(self._extent(layout, State.PARAM), before.view(torch.uint8)).wait()
+        tier, extent = self._at(layout, State.PARAM)
+        tier.read(extent, before.view(torch.uint8)).wait()
         self.device.copy(after.view(torch.uint8), shard).wait()
         self._records(layout).sync_masters(before.view(torch.int16) != after.view(torch.int16), after)
 
-    def _read_optimizer(self, layout: UnitLayout) -> Flats:
-        kinds = self.formats(layout.dtype).states
-        flats = {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
-        self._records(layout).read({name: self.ranks.shard(flat) for name, flat in flats.items()})
-        return flats
-
     def _records(self, layout: UnitLayout) -> Records:
         states = self.formats(layout.dtype)
-        extent = self._extent(layout, State.OPTIM)
         cut = tiles(layout.shard_numel, self.placement.tile_sizes[layout.index], states)
-        return Records(self.tiers[extent.tier], extent, states, cut)
+        return Records(*self._at(layout, State.OPTIM), states, cut)
 
     def _write_param(self, layout: UnitLayout, shard: torch.Tensor) -> None:
         """Write this rank's shard of the parameters, (shard_numel,) in the unit's dtype or fp32."""
@@ -268,11 +264,8 @@ class UnitStates:
         if shard.dtype != layout.dtype or shard.data_ptr() % PAGE:
             aligned = flat_tensor(shard.numel(), layout.dtype)
             aligned.copy_(shard)
-        extent = self._extent(layout, State.PARAM)
-        self._tier(layout, State.PARAM).write(extent, aligned.view(torch.uint8)).wait()
+        self.write_back(layout, aligned.view(torch.uint8)).wait()
 
-    def _extent(self, layout: UnitLayout, state: State) -> Extent:
-        return self.placement.of(layout.index, state)
-
-    def _tier(self, layout: UnitLayout, state: State) -> Tier:
-        return self.tiers[self._extent(layout, state).tier]
+    def _at(self, layout: UnitLayout, state: State) -> tuple[Tier, Extent]:
+        extent = self.placement.of(layout.index, state)
+        return self.tiers[extent.tier], extent

@@ -22,7 +22,6 @@ from infinity.comm.agreement.announcements import Operation
 from infinity.comm.communicator import Communicator
 from infinity.errors import RanksError, UsageError
 from infinity.interrupts import ForcedInterrupt, uninterrupted
-from infinity.plan.layout import UnitLayout
 from infinity.schedule.schedule import Schedule
 from infinity.tiers.device import Device
 from infinity.tiers.digests import Fingerprint
@@ -101,10 +100,11 @@ class UnitStore:
                 self.await_update(unit.update)  # its write refers to the buffer too, which would count as a view
         return unit.is_viewed()
 
-    def await_update(self, update: UpdateProgress) -> None:
-        """Wait until an update is written."""
-        with self.recorder.wait("update", "update"):
-            update.done.wait()
+    def await_update(self, update: UpdateProgress | None) -> None:
+        """Wait until an update is written. No-op for None."""
+        if update is not None:
+            with self.recorder.wait("update", "update"):
+                update.done.wait()
 
     @contextmanager
     def moving(self) -> Iterator[None]:
@@ -206,8 +206,7 @@ class UnitStore:
         if unit.residency is Residency.RESIDENT:
             return
         unit.move(Residency.FETCHING)
-        if unit.update is not None:
-            self.await_update(unit.update)  # an update in the tier alone
+        self.await_update(unit.update)  # an update in the tier alone
         read: Transfer = DONE
         # A kept buffer has this rank's shard, with the edits that views have made; a read would overwrite them.
         if not holds:
@@ -225,7 +224,7 @@ class UnitStore:
         """FETCHING → RESIDENT: wait until the parameters have arrived. No-op for a resident unit."""
         if unit.residency is Residency.RESIDENT:
             return
-        if unit.update is not None and (unit.layout.dtype != torch.float32 or unit.index in self._held_back):
+        if unit.layout.dtype != torch.float32 or unit.index in self._held_back:
             # Edited elements of 16-bit parameters are found by comparison with the tier, and edits of others may have
             # to stay out of it, so the write of the update must end before the user can edit the buffer.
             self.await_update(unit.update)
@@ -273,18 +272,14 @@ class UnitStore:
         Ranks may differ in this: it takes no buffer of the device, and nothing is exchanged.
         """
         if self._states.reads_ahead:
-            self._states.read_ahead(self._to_read())
-
-    def _to_read(self) -> Iterator[UnitLayout]:
-        """Yield the layouts of units whose parameters are in their tier alone, with no write of them due.
-
-        None is under way: a unit is evicted from its buffer after its writes, if the tier is not memory.
-        """
-        units, kept, released = self.units, self.kept, Residency.RELEASED
-        for index in self._schedule.trace.upcoming():
-            unit = units[index]
-            if unit.residency is released and unit.due_update is None and unit not in kept:
-                yield unit.layout
+            kept, released = self.kept, Residency.RELEASED
+            # Their parameters are in their tier alone, with no write of them due. None is under way: a unit is evicted
+            # from its buffer after its writes, if the tier is not memory.
+            self._states.read_ahead(
+                unit.layout
+                for unit in map(self.units.__getitem__, self._schedule.trace.upcoming())
+                if unit.residency is released and unit.due_update is None and unit not in kept
+            )
 
     # -- update ------------------------------------------------------------------------------------------------------
 
@@ -439,10 +434,7 @@ class UnitStore:
     def hold_back_edits(self, units: Sequence[Unit]) -> None:
         """Keep edits of held units out of their tiers from now on, for `discard_edits`. Those of before are written."""
         self.write_edits(units)
-        for unit in units:
-            if unit.update is not None:
-                with self.moving():
-                    self.await_update(unit.update)  # its write reads the buffer
+        self.await_updates(units)  # their writes read the buffers
         self._held_back.update(unit.index for unit in units)
 
     def release_edits(self, units: Iterable[Unit]) -> None:
@@ -470,8 +462,7 @@ class UnitStore:
         discarded = [unit for unit in units if unit.index in edited]
         with self.moving():
             for unit in discarded:
-                if unit.update is not None:
-                    self.await_update(unit.update)
+                self.await_update(unit.update)
                 # In the order of an eviction, but without its write: the tier has the values of before the edit.
                 self._leave(unit)
                 self._detach(unit)
@@ -494,19 +485,17 @@ class UnitStore:
                 if unit.due_update is not None or unit.residency is Residency.UPDATING:
                     continue
                 if unit.residency is Residency.RESIDENT and self._was_edited(unit):
-                    if unit.update is not None:
-                        self.await_update(unit.update)
+                    self.await_update(unit.update)
                     self._write_back(unit)
                     unit.note_fingerprint(self._fingerprint(unit))
                 elif unit.residency is Residency.RELEASED and self.kept.is_edited(unit):
                     self._write_kept(unit)
 
-    def await_updates(self) -> None:
-        """Wait until all updates that were started are written back."""
+    def await_updates(self, units: Iterable[Unit] | None = None) -> None:
+        """Wait until the updates of `units`, by default of all, that were started are written back."""
         with self.moving():
-            for unit in self.units:
-                if unit.update is not None:
-                    self.await_update(unit.update)
+            for unit in self.units if units is None else units:
+                self.await_update(unit.update)
 
     def rewritten(self, unit: Unit) -> None:
         """Invalidate saved references and the fingerprint: a load or a write to the tiers overwrote the parameters."""
@@ -536,8 +525,8 @@ class UnitStore:
                 if unit.lease is not None:
                     self._evict(unit)
                 # An update in the tier alone leaves no buffer, but its write is still under way.
-                elif (update := unit.take_update()) is not None:
-                    self.await_update(update)
+                else:
+                    self.await_update(unit.take_update())
                 if edited:
                     self._write_kept(unit)
 
@@ -553,8 +542,7 @@ class UnitStore:
 
     def _evict(self, unit: Unit) -> None:
         # The update writes from this buffer, and a transfer writes to it: neither may outlive the lease.
-        if (update := unit.take_update()) is not None:
-            self.await_update(update)
+        self.await_update(unit.take_update())
         if (transfer := unit.take_transfer()) is not None:
             with self.recorder.wait("gather", "parameters"):
                 transfer.wait()

@@ -110,9 +110,7 @@ class Unit:
         """Number of `.data` assignments that the engine has adopted, by slot."""
         self.fingerprint: Fingerprint | None = None
         """Fingerprint of the bytes in the tiers (`Device.fingerprint`); None: unknown, since they were overwritten."""
-        self.strides = [_strides(slot.shape) for slot in layout.slots]
-        """Strides of each parameter in the unit's flat tensor, by slot."""
-        self.places = [(slot.shape, self.strides[n], slot.offset) for n, slot in enumerate(layout.slots)]
+        self.places = [(slot.shape, _strides(slot.shape), slot.offset) for slot in layout.slots]
         """Shape, strides and offset of each parameter in the unit's flat tensor, by slot."""
         self.views: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
         """Address, shape and strides that `infinity.units.binding.bind` gave each parameter, by slot."""

@@ -137,7 +137,7 @@ _NORM_TILE = 1 << 22
 """Elements that torch sums at a time."""
 
 
-def squared_norm(shard: torch.Tensor, parts: Sequence[Part], threads: int = 0) -> float:
+def squared_norm(shard: torch.Tensor, parts: Sequence[Part]) -> float:
     """Return the sum of squares of a gradient shard (n,), over the `parts` in the norm; inf and NaN propagate.
 
     Replicated parameters are divided by their number of copies, so that each counts once in the sum over ranks.
@@ -145,7 +145,7 @@ def squared_norm(shard: torch.Tensor, parts: Sequence[Part], threads: int = 0) -
     Each part is summed in fp64 over fixed tiles, and parts are added in order, so the result has the same bits as sums
     taken on arrival (`receive`).
     """
-    squares = (_squares(shard[part.start : part.stop], threads) / part.copies for part in parts if part.in_norm)
+    squares = (_squares(shard[part.start : part.stop]) / part.copies for part in parts if part.in_norm)
     return sum_in_order(squares)
 
 
@@ -193,9 +193,9 @@ def squares_into(out: torch.Tensor, values: torch.Tensor, ranges: Sequence[tuple
                 out[number] += part.to(torch.float64).square().sum()
 
 
-def _squares(values: torch.Tensor, threads: int) -> float:
+def _squares(values: torch.Tensor) -> float:
     if values.is_cpu:
-        return sum_of_squares(values, threads=threads)
+        return sum_of_squares(values)
     out = torch.empty(1, dtype=torch.float64, device=values.device)
     squares_into(out, values, [(0, values.numel())])
     return out.item()

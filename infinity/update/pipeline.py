@@ -13,9 +13,8 @@ from collections.abc import Iterable
 from infinity import concurrency
 from infinity.plan.layout import UnitLayout
 from infinity.tiers.transfer import DONE
-from infinity.update.job import INLINE, PlacedUpdate
+from infinity.update.job import INLINE, PlacedUpdate, RunningJob, TileInFlight, UpdateBuffers
 from infinity.update.stages import Kernel, UpdateStages
-from infinity.update.tiles import RunningJob, TileInFlight, TileWrite, UpdateBuffers
 
 
 class UpdatePipeline:
@@ -31,7 +30,7 @@ class UpdatePipeline:
         self._waiting: PlacedUpdate | None = None
         self._running: RunningJob | None = None
         self._reading: deque[TileInFlight] = deque()
-        self._writing: deque[TileWrite] = deque()
+        self._writing: deque[TileInFlight] = deque()
         self._thread = concurrency.thread(self._run, "infinity-update")
         self._thread.start()
 
@@ -51,11 +50,11 @@ class UpdatePipeline:
 
     def _is_immediate(self, placed: PlacedUpdate) -> bool:
         """True if the job is small and needs no wait, and the thread is idle."""
-        job = placed.job
+        job, unit = placed.job, self._stages.unit(placed.job.layout)
         return (
             job.layout.shard_numel <= INLINE
             and self._buffers.device.host_addressable
-            and self._stages.unit(job.layout).is_immediate
+            and all(tier.immediate for tier in (unit.param_tier, unit.optim_tier, unit.grad_tier))
             and self._submitted == self._ended
             and placed.after.done()
             and (placed.arrives is None or placed.arrives.done())
@@ -112,10 +111,6 @@ class UpdatePipeline:
         """
         return self._stages.refused
 
-    def in_tier(self, unit: int) -> bool:
-        """Return whether a unit's update begins from its parameters in their tier, not from those in its buffer."""
-        return self._buffers.updated_in(unit) == "tier"
-
     def close(self) -> None:
         """Stop the thread after the jobs queued so far."""
         self._jobs.put(None)
@@ -142,7 +137,7 @@ class UpdatePipeline:
             elif self._closing:
                 return
             # Writes that have ended give back buffers of tiles, which the next reads wait for.
-            while self._writing and all(transfer.done() for transfer in self._writing[0].transfers):
+            while self._writing and all(transfer.done() for transfer in self._writing[0].writes):
                 self._finish_write()
 
     def _read_ahead(self) -> None:
@@ -185,8 +180,8 @@ class UpdatePipeline:
         return True
 
     def _finish_write(self) -> None:
-        write = self._writing.popleft()
-        self._stages.end(write)
+        item = self._writing.popleft()
+        self._stages.end(item)
         # After `end`: `submit` may run a small update in the model's thread as soon as the counters are equal.
-        if write.item.last:
+        if item.last:
             self._ended += 1

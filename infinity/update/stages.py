@@ -16,8 +16,7 @@ from infinity.concurrency import now
 from infinity.plan.layout import Run, UnitLayout
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Failed, Transfer
-from infinity.update.job import PlacedUpdate, UpdateJob
-from infinity.update.tiles import RunningJob, TileInFlight, TileWrite, UnitTiles, UpdateBuffers
+from infinity.update.job import PlacedUpdate, RunningJob, TileInFlight, UnitTiles, UpdateBuffers, UpdateJob
 
 Kernel = Callable[..., None]
 """(states by name, param, grad, hyper, step, grad_scale, first, *, background) for one run of elements; see
@@ -39,8 +38,8 @@ class UpdateStages:
         self._kernel = kernel
         self._units: dict[int, UnitTiles] = {}
         self._views: dict[tuple[int, int, torch.dtype], dict[str, torch.Tensor]] = {}
-        """(address, elements, dtype of parameters) → states in a buffer of the tile pool, by name. Making a view takes
-        longer than finding it, and hands the interpreter to the model's thread.
+        """(address, elements, dtype of parameters) → states of a tile, by name. Making a view takes longer than finding
+        it, and hands the interpreter to the model's thread.
         """
 
     def forget_buffers(self) -> None:
@@ -127,10 +126,9 @@ class UpdateStages:
         running.tiles.popleft()
         return TileInFlight(running, layout, states, grad, not running.tiles)
 
-    def compute(self, item: TileInFlight) -> TileWrite:
-        """Update a tile, once it is read, and start its writes. Errors are the job's."""
+    def compute(self, item: TileInFlight) -> TileInFlight:
+        """Update a tile, once it is read, and start its writes. Errors are the job's. Returns the tile."""
         running = item.running
-        transfers: list[Transfer] = []
         # Waits for every read, also after a failure: the kernel must have released the buffers.
         waits = [window.arrived.wait for window in item.windows]
         if running.unit.updated_in == "buffer":
@@ -145,13 +143,13 @@ class UpdateStages:
         try:
             if running.failed is None:
                 self._update(item)
-                transfers.append(running.unit.optim_tier.store(item.states))
+                item.writes.append(running.unit.optim_tier.store(item.states))
         except BaseException as error:  # noqa: BLE001 - carried by the job to its waiters
             running.fail(error)
         # Parameters leave their buffer in one write, after the last tile.
         if item.last:
-            transfers += self._conclude(running)
-        return TileWrite(transfers, item)
+            item.writes.extend(self._conclude(running))
+        return item
 
     def _update(self, item: TileInFlight) -> None:
         running, tile = item.running, item.layout.tile
@@ -205,7 +203,7 @@ class UpdateStages:
         """Return whether nothing may be updated, since the loss or the gradient is NaN or infinite."""
         if job.allowed is not None and not job.allowed():
             return True
-        if not job.require_finite or math.isfinite(job.arrived().squares()):
+        if not job.require_finite or math.isfinite(job.arrived().squares.total()):
             return False
         self.refused.append(job.layout.name)
         return True
@@ -213,17 +211,11 @@ class UpdateStages:
     def _states(self, item: TileInFlight) -> dict[str, torch.Tensor]:
         """Return views of the tile's states, by name."""
         layout, tensor = item.layout, item.states.tensor
-        if layout.states is not None:
-            return layout.states
-        # Buffers of the pool come back at the same addresses, so a few entries serve all tiles.
+        # Memory tiers do not move, and buffers of the pool come back at the same addresses.
         key = tensor.data_ptr(), layout.tile.stop - layout.tile.start, item.running.job.layout.dtype
         states = self._views.get(key)
         if states is None:
-            states = {name: place.of(tensor) for name, place in layout.ranges.items()}
-            if item.states.lease is None:
-                layout.keep(states)
-            else:
-                self._views[key] = states
+            states = self._views[key] = {name: place.of(tensor) for name, place in layout.ranges.items()}
         return states
 
     def _conclude(self, running: RunningJob) -> list[Transfer]:
@@ -254,21 +246,21 @@ class UpdateStages:
         placed.job.progress.computed.keep(landed)
         return [write, landed]
 
-    def end(self, write: TileWrite) -> None:
+    def end(self, item: TileInFlight) -> None:
         """Wait for a tile's writes and release its buffers; after the last one, complete the job."""
-        running = write.item.running
-        for transfer in write.transfers:
+        running = item.running
+        for transfer in item.writes:
             try:
                 transfer.wait()
             except BaseException as error:  # noqa: BLE001 - carried by the job
                 running.fail(error)
-        write.transfers.clear()
-        for window in write.item.windows:
+        item.writes.clear()
+        for window in item.windows:
             window.release()
-        if not write.item.last:
+        if not item.last:
             return
-        if write.item.grad is not None:
-            running.unit.grad_tier.discard(running.unit.grad, write.item.grad.tensor)
+        if item.grad is not None:
+            running.unit.grad_tier.discard(running.unit.grad, item.grad.tensor)
         progress = running.job.progress
         # Before the promises are kept: whoever waits may count references to the unit's buffer.
         running.forget()

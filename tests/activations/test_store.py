@@ -63,7 +63,7 @@ def layouts(draw: Any) -> tuple[torch.dtype, int, tuple[int, ...], tuple[int, ..
 
 
 @given(st.lists(layouts(), min_size=1, max_size=6), st.randoms())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_view_comes_back_with_its_bytes_and_layout(make_store: Make, views: list[Any], random: Any) -> None:
     store = make_store(LateRoom)
     expected, saved = [], []

@@ -66,7 +66,7 @@ def test_a_step_that_is_trained_again_with_another_loss_is_found(tmp_path: Path)
         judge.losses_of(str(tmp_path), 0)
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(few=6)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_a_training_with_each_fault(kind: str, tmp_path: Path) -> None:

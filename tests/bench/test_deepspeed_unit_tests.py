@@ -48,6 +48,7 @@ def test_cases(number): assert deepspeed.__version__.endswith("+infinity")
 """
 
 
+@pytest.mark.campaign
 def test_a_selection_is_run_with_stand_ins_and_ranks(tmp_path: Path) -> None:
     """Ranks communicate, a rank's failure fails its test, missing names fail in calls, a second run adds nothing."""
     unit = tmp_path / "tests" / "unit"

@@ -204,7 +204,7 @@ def test_states_are_compared_with_their_configuration() -> None:
         assert re.match(r"host has reserved 1 bytes for states of [\d,]+", problem)
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(few=1)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", ["--fp16", "--bf16"])
 def test_placements_of_the_deep_model_agree_in_every_bit(precision: str, tmp_path: Path) -> None:

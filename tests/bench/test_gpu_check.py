@@ -421,7 +421,7 @@ LEFT = {
 """Call → files that it leaves, among others."""
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(few=2)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("call", LEFT)
 def test_a_dry_run_of_a_call_leaves_a_summary_and_a_tarball(tmp_path: Path, call: str) -> None:

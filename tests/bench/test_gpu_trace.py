@@ -340,6 +340,7 @@ def test_the_sampler_ends_at_its_limit() -> None:
 # -- the script --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.campaign
 def test_a_tiny_run_is_traced(tmp_path: Path) -> None:
     output, trace = tmp_path / "out.json", tmp_path / "trace.json.gz"
     command = ["--size", "tiny", "--warm-up", "2", "--steps", "1", "--output", str(output), "--trace", str(trace)]

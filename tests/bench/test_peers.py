@@ -55,6 +55,7 @@ def test_a_contender_that_is_not_installed_is_listed(
     assert f"did not run: `{peer.requirement} is not installed`" in (tmp_path / "peers.md").read_text()
 
 
+@pytest.mark.campaign
 def test_a_contender_that_fails_is_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[str] = []
 

@@ -316,7 +316,7 @@ def test_an_error_is_one_line_and_leaves_nothing(
     assert left() == before
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(few=1)
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_leaves_what_was_asked_for_only(stop: signal.Signals) -> None:
     command = [

@@ -506,7 +506,7 @@ engine.saving.wait()
 """
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(few=1)
 @pytest.mark.parametrize("tag", ["a", "b"])
 def test_a_process_that_is_killed(tmp_path: Path, tag: str) -> None:
     """The previous checkpoint stays complete, and the next save removes the leftovers."""

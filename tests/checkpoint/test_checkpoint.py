@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import nn
 
 from infinity.checkpoint import writer
 from infinity.checkpoint.export import export
-from infinity.checkpoint.format import persistent_buffers
+from infinity.checkpoint.format import persistent_buffers, read_index
 from infinity.engine.training import TrainingEngine
 from infinity.errors import CheckpointError, UsageError
 from infinity.optim.moments import moment_to_fp32
@@ -163,8 +164,20 @@ def test_the_versions_before_are_read(tmp_path: Path, version: int) -> None:
         assert train(engine, BATCHES[5:]) == losses
 
 
+def test_each_version_that_was_ever_written_is_read(tmp_path: Path) -> None:
+    """The numbers stand here, so that a new version cannot replace one of them."""
+    saved(tmp_path)
+    folder = tmp_path / "global_step5"
+    written = json.loads((folder / "checkpoint.json").read_text())
+    for version in (1, 2, 3, 4, 5, 6, 7):
+        (folder / "checkpoint.json").write_text(json.dumps(written | {"version": version}))
+        with pytest.raises(CheckpointError, match="format version 7") if version == 7 else nullcontext():
+            assert read_index(folder).parameters
+
+
 RESUME = """
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 import torch
 torch.set_num_threads(int(sys.argv[2]))  # the order of sums depends on it

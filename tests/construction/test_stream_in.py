@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from infinity.construction.stream_in import _share_seed, _Writer
+from infinity.construction.stream_in import _share_seed, _writing
 
 
 class Late:
     """An executor that carries out its work in a wait for it."""
 
-    def __init__(self) -> None:
-        self.pending: list[_LateFuture] = []
-
     def submit(self, work: Any, *arguments: Any) -> _LateFuture:
-        self.pending.append(_LateFuture(work, *arguments))
-        return self.pending[-1]
-
-    def shutdown(self, wait: bool = True) -> None:
-        for future in self.pending if wait else ():
-            future.exception()
+        return _LateFuture(work, *arguments)
 
 
 class _LateFuture(Future[Any]):
@@ -46,8 +40,6 @@ class _LateFuture(Future[Any]):
 
 
 class States:
-    device = SimpleNamespace(enter_thread=lambda: None)
-
     def __init__(self, failing: int = -1) -> None:
         self.failing = failing
         self.written: list[int] = []
@@ -58,18 +50,15 @@ class States:
         self.written.append(layout)
 
 
-def writer(states: States) -> _Writer:
-    made = _Writer(states)  # type: ignore[arg-type]
-    made._thread.shutdown()
-    made._thread = Late()  # type: ignore[assignment]
-    return made
+def writing(states: States) -> AbstractContextManager[Callable[[Any, Any], None]]:
+    return _writing(states, Late())  # type: ignore[arg-type]
 
 
 def test_a_write_begins_after_the_one_before_it() -> None:
     states = States()
-    with writer(states) as made:
+    with writing(states) as write:
         for unit in range(3):
-            made.write(unit, {})  # type: ignore[arg-type]
+            write(unit, {})
             assert states.written == list(range(unit))
     assert states.written == [0, 1, 2]
 
@@ -78,17 +67,17 @@ def test_a_write_begins_after_the_one_before_it() -> None:
 def test_the_error_of_a_write_is_raised(failing: int) -> None:
     """By the next write, or at the end of the block."""
     states = States(failing)
-    with pytest.raises(OSError, match="No space"), writer(states) as made:
+    with pytest.raises(OSError, match="No space"), writing(states) as write:
         for unit in range(3):
-            made.write(unit, {})  # type: ignore[arg-type]
+            write(unit, {})
     assert states.written == list(range(failing))
 
 
 def test_an_exception_in_the_block_waits_for_the_write() -> None:
     """The tiers are closed next."""
     states = States()
-    with pytest.raises(ValueError, match="on purpose"), writer(states) as made:
-        made.write(0, {})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on purpose"), writing(states) as write:
+        write(0, {})
         raise ValueError("on purpose")
     assert states.written == [0]
 

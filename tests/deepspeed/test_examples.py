@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.campaign
+pytestmark = pytest.mark.campaign(few=1)
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "deepspeed"
 CIFAR = [str(EXAMPLES / "cifar10.py"), "--deepspeed", "--deepspeed_config", str(EXAMPLES / "cifar10.json")]

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from durable.conversion_cases import assert_same, everything, opened, train
+from infinity.checkpoint.format import Progress
 from infinity.durable.commits import Commits, Committing, Step
-from infinity.durable.record import Progress, Record
+from infinity.durable.record import Record
 from infinity.engine import training
 from infinity.engine.training import TrainingEngine
 from infinity.errors import RanksError, StorageError, UsageError
@@ -257,7 +258,7 @@ def test_a_commit_writes_what_was_updated_since_the_last_one(tmp_path: Path, mon
         durable = engine.updates.durable
         assert durable is not None
         train(engine, range(1))
-        durable.commit(engine._run_state(), engine.module, {})
+        durable.commit(engine._progress(), engine.module, {})
         trained = {unit.index for unit in engine.units if unit.layout.trainable}
         assert [step.updated for step in steps] == [trained, set()]
 

@@ -121,7 +121,7 @@ def test_sigterm_commits_the_step_and_resume_goes_on(ranks: int, whole: Callable
         assert [int(line.split()[0]) for line in lines] == list(range(STEPS))
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(few=1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_torchrun_restarts_after_a_killed_rank(rank: int, whole: Callable[[int], Path], tmp_path: Path) -> None:
     send = {"at": 4, "rank": rank, "signal": signal.SIGKILL, "once": str(tmp_path / "sent")}

@@ -88,7 +88,7 @@ def test_after_processes_that_ended_in_a_commit(groups: dict[int, Group], tmp_pa
     assert cut(logs, tmp_path, seeded=4, seed=1).moments > 300
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(few=1)
 @pytest.mark.parametrize("seed", [1, 2])
 @RANKS
 @OPTIONS

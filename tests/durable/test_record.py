@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
+from infinity.checkpoint.format import Progress
 from infinity.durable import record as module
-from infinity.durable.record import Progress, Record, confirm, read_record, write_record
+from infinity.durable.record import Record, confirm, read_record, write_record
 from infinity.errors import CheckpointError, StorageError
 from support.records import of_version
 

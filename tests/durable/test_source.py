@@ -15,11 +15,11 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from infinity.checkpoint import rng
-from infinity.checkpoint.format import shape_of, view
+from infinity.checkpoint.format import Progress, shape_of, view
 from infinity.config import Config
 from infinity.durable.folder import manifest_file, record_file
 from infinity.durable.manifest import Manifest, manifest_of
-from infinity.durable.record import Progress, Record, write_record
+from infinity.durable.record import Record, write_record
 from infinity.durable.source import CommittedStates
 from infinity.errors import CheckpointError
 from infinity.nn.pieces import Piece

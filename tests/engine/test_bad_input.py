@@ -513,7 +513,7 @@ def said(process: subprocess.Popen[str], line: str, errors: Path) -> None:
     assert got == line, errors.read_text()
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(few=1)
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_control_c(tmp_path: Path, clip: float) -> None:
     """Ctrl-C at many moments of a step: the engine continues or raises the reason, closes, and another can be made."""
@@ -540,7 +540,7 @@ def test_control_c(tmp_path: Path, clip: float) -> None:
     assert os.listdir(folder) == []
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(few=1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_is_killed(tmp_path: Path, number: signal.Signals) -> None:
     """Files are anonymous, so a killed process leaves none."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from infinity.errors import ModelError
-from infinity.nn.replace import tile
+from infinity.nn.tiling import tile
 from infinity.sim.gpt2 import GPT2, GPT2Config
 from support.loops import open_engine, parameters_of
 from support.models import VOCABULARY, Block, Linears, Stack, seeded, token_batches, vector_batches
@@ -31,7 +31,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("update", ["during_backward", "next_forward", "after_backward"])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bits_of_the_ordinary_order(name: str, update: str) -> None:
@@ -44,19 +43,14 @@ def test_the_bits_of_the_ordinary_order(name: str, update: str) -> None:
         {"param": "cpu", "optim": "cpu"},
         {"param": "none", "optim": "none"},
         {"param": "nvme", "optim": "cpu"},
-        {"bf16": True},
         {"bf16": True, "accumulated_in": "bf16"},
-        {"clip": 0.1},
         {"clip": 0.1, "bf16": True, "accumulation": 5},
-        {"fp16": {"initial_scale_power": 24, "hysteresis": 1}},
         {"fp16": {"initial_scale_power": 24, "hysteresis": 1}, "clip": 0.1},
         {"unit_size": 4000},
         {"moments": "8bit", "bf16": True},
         {"activations": {"device": "cpu", "min_bytes": 1}},
         {"activations": {"device": "nvme", "min_bytes": 1}, "accumulation": 2},
-        {"optimizer": "Adam", "weight_decay": 0.1},
-        {"accumulation_buffers": True},
-        {"check_nan": False},
+        {"accumulation_buffers": True, "optimizer": "Adam", "weight_decay": 0.1, "check_nan": False},
     ],
     ids=str,
 )
@@ -72,7 +66,6 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize("optim", ["cpu", "nvme"])
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 @pytest.mark.parametrize("accumulation", [1, 2, 4])

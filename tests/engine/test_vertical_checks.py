@@ -443,7 +443,11 @@ def test_a_forward_whose_thread_cannot_start_is_cancelled(monkeypatch: pytest.Mo
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    coroutine = Coroutine(lambda: None)
+    class Nothing(Coroutine):
+        def body(self) -> None:
+            pass
+
+    coroutine = Nothing()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(RuntimeError, match="can't start"):

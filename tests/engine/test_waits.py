@@ -94,14 +94,14 @@ def test_a_step_that_is_not_finite_drops_gradients_that_are_stored(late: LateGra
 def test_a_gradient_is_read_once_it_has_landed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which parameters have one is known then."""
     gate = threading.Event()
-    reduce, settle = GradStore._reduce, GradStore.settle
+    issue, settle = Sent.await_issue, GradStore.settle
 
-    def late(store: GradStore, sent: Sent, slots: dict[int, set[int]]) -> None:
+    def late(sent: Sent, slots: dict[int, set[int]]) -> None:
         if sent.unit.index == 0:  # the last of a backward, which needs the buffers of the others
             gate.wait(20)
-        reduce(store, sent, slots)
+        issue(sent, slots)
 
-    monkeypatch.setattr(GradStore, "_reduce", late)
+    monkeypatch.setattr(Sent, "await_issue", late)
     monkeypatch.setattr(GradStore, "settle", lambda store: (gate.set(), settle(store))[1])
     with opened(LateDevice(), clip=0.5) as engine:
         backward(engine)

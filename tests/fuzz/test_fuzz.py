@@ -23,7 +23,7 @@ from support.late_disk import LateNvmeTier
 
 pytestmark = pytest.mark.campaign
 
-SEEDS, CHUNK, IN_SUITE = 200, 20, 40
+SEEDS, CHUNK, IN_SUITE = 200, 20, 20
 REGRESSIONS: list[int] = []
 """Seeds outside of SEEDS that found a fault, each with a comment that names it."""
 

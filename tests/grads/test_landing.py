@@ -75,7 +75,7 @@ class Bench:
             stored = Pool(make, {layout.nbytes: 1}, name="stored", poison=device.poison)
         self.device = device
         self.places = GradBuffers(
-            device, {tier: self.tier}, placement, own, self.pool, None, self.host, stored, whole=False, threads=1
+            device, {tier: self.tier}, placement, own, self.pool, None, self.host, stored, threads=1
         )
         self.store = GradStore(Communicator(device), self.places)
 
@@ -168,7 +168,7 @@ def test_gradients_are_added_to_memory_that_is_not_reserved(
     bench.store.keep(bench.sent(first, last=False))
     if lands:
         landed = bench.store.land(bench.sent(second, last=True)).result(60)
-        assert torch.equal(landed.shard, expected) and landed.squares() == bench.squares_of(expected)
+        assert torch.equal(landed.shard, expected) and landed.squares.total() == bench.squares_of(expected)
         landed.release()
     else:
         bench.store.keep(bench.sent(second, last=False))
@@ -188,7 +188,7 @@ def test_a_gradient_lands_on_the_stored_ones(bench: Bench, stored: int) -> None:
     expected = sum((gradient.float() for gradient in gradients), torch.zeros(()))
     landed.reached.wait()
     assert torch.equal(landed.shard, expected)
-    assert landed.squares() == bench.squares_of(expected)
+    assert landed.squares.total() == bench.squares_of(expected)
     landed.release()
     bench.store.settle()
     bench.assert_all_given_back()
@@ -234,7 +234,7 @@ def test_the_next_gradient_leaves_while_one_is_written() -> None:
     gradients = bench.gradients(2)
     for unit, gradient in zip(bench.units, gradients, strict=True):
         bench.store.keep(bench.sent(gradient, last=True, unit=unit))
-    assert bench.store._squares[1].result(60)() == bench.squares_of(gradients[1].float())
+    assert bench.store._squares[1].result(60).total() == bench.squares_of(gradients[1].float())
     assert not bench.tier.slab.any(), "the first is still being written"
     opened.set()
     bench.store.settle()
@@ -269,7 +269,7 @@ def test_a_gradient_is_added_once_the_one_before_is_written(monkeypatch: pytest.
     for number, gradient in enumerate(gradients):
         bench.store.keep(bench.sent(gradient, last=number == 1))
     try:
-        assert bench.store._squares[0].result(60)() == bench.squares_of(total)
+        assert bench.store._squares[0].result(60).total() == bench.squares_of(total)
     finally:
         waiting.set()
         bench.store.settle()

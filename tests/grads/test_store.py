@@ -77,7 +77,6 @@ class Bench:
             reduce_pool=None,
             host_pool=self.host,
             stored_pool=self.stored,
-            whole=False,
             threads=1,
         )
         self.device = device

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.format import _crc32
+from infinity.checkpoint.format import crc32_of
 from infinity.errors import CheckpointError, ConfigError, InfinityError, UsageError
 
 DEEP = "[" * 100_000
@@ -100,7 +100,7 @@ def seal(content: dict[str, Any]) -> str:
     """Return an index with the right checksum."""
     fields = {key: value for key, value in content.items() if key not in ("format", "version", "crc32")}
     return json.dumps(
-        {"format": content.get("format"), "version": content.get("version"), "crc32": _crc32(fields)} | fields
+        {"format": content.get("format"), "version": content.get("version"), "crc32": crc32_of(fields)} | fields
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import atheris  # type: ignore[import-not-found]
 
 with atheris.instrument_imports(include=["infinity", "zipfile", "pickletools"]):
-    from infinity.checkpoint.pickles import load_values
+    from infinity.checkpoint.archive import load_values
     from infinity.cli.trace_file import read_trace
     from infinity.config.load import read_content
     from infinity.deepspeed.importer.files import read_pickle

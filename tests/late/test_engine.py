@@ -24,8 +24,6 @@ from support.configs import PLACEMENTS, engine_config
 from support.loops import Batches, Result, assert_close, assert_same, open_engine, parameters_of, trained
 from support.models import Stack, seeded, token_batches
 
-pytestmark = pytest.mark.pairwise
-
 BATCHES = token_batches(6)
 REFERENCES: dict[tuple[Any, ...], Result] = {}
 

@@ -23,8 +23,6 @@ from support.configs import engine_config
 from support.loops import Result, assert_close, assert_same, trained
 from support.models import seeded
 
-pytestmark = pytest.mark.pairwise
-
 PARTS = [Part(0, 5000), Part(5120, 5130, copies=2), Part(5376, 20_000), Part(20_224, 20_300, in_norm=False)]
 
 
@@ -98,7 +96,7 @@ def test_a_shard_without_a_part_in_the_norm_has_no_squares(lazy: None) -> None:
     device = LateAccelerator()
     squares = DeviceSquares(device, [Part(0, 5, in_norm=False)], EXACT)
     before = late.pending()
-    assert squares.start(device.empty(64))() == 0.0 and late.pending() == before
+    assert squares.start(device.empty(64)).total() == 0.0 and late.pending() == before
     squares.close()
 
 
@@ -110,12 +108,12 @@ def test_a_norm_on_the_device_is_read_when_it_is_asked_for(lazy: None) -> None:
     before = late.counters().waits
     first = squares.start(shard)
     assert late.counters().waits == before and late.pending() >= len(PARTS), "nothing was waited for"
-    assert first() == expected
+    assert first.total() == expected
     waited = late.counters().waits
-    assert first() == expected and late.counters().waits == waited
+    assert first.total() == expected and late.counters().waits == waited
     second = squares.start(shard.mul_(2))
     squares.start(shard.mul_(2))
-    assert (first(), second()) == (expected, 4 * expected)
+    assert (first.total(), second.total()) == (expected, 4 * expected)
     squares.close()
 
 
@@ -125,7 +123,7 @@ def test_a_norm_on_the_device_is_not_finite_if_the_gradient_is_not(order: None, 
     host = torch.zeros(20_480)
     host[5125] = value
     squares = DeviceSquares(device, PARTS, NATIVE).start(host.to(device.torch_device))
-    assert not squares() < torch.inf
+    assert not squares.total() < torch.inf
 
 
 @pytest.mark.parametrize("tier", ["host", "device"])

@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import late
 
-pytestmark = pytest.mark.pairwise
-
 DEVICE = "late:0"
 
 

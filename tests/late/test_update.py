@@ -17,10 +17,9 @@ from infinity.tiers.accelerator import StreamTransfer
 from infinity.tiers.pool import Pool
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import Promise, Transfer, issued
-from infinity.update.job import Gradient, PlacedUpdate, UpdateJob
+from infinity.update.job import Gradient, PlacedUpdate, Squares, UpdateBuffers, UpdateJob
 from infinity.update.kernels import update_run
 from infinity.update.pipeline import UpdatePipeline
-from infinity.update.tiles import UpdateBuffers
 from late.device import LateAccelerator
 
 NUMEL = 4096
@@ -86,7 +85,7 @@ class Bench:
             shard = lease.flat(torch.float32)
             shard.copy_(self.gradient)
         arriving: Future[Gradient] = Future()
-        arriving.set_result(Gradient(shard, lease, lambda: 0.0, StreamTransfer(landing)))
+        arriving.set_result(Gradient(shard, lease, Squares(0.0), StreamTransfer(landing)))
         runs = self.layout.runs(0, {0: 1})
         return UpdateJob(self.layout, lambda: runs, [HYPER], 1.0, 0, arriving)
 

@@ -12,8 +12,6 @@ from support.configs import engine_config
 from support.loops import Result, open_engine, parameters_of, trained
 from support.models import Stack, seeded, token_batches
 
-pytestmark = pytest.mark.pairwise
-
 STEPS, MICRO_BATCHES = 4, 3
 BATCHES = token_batches(STEPS * MICRO_BATCHES)
 

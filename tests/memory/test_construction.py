@@ -19,7 +19,7 @@ from memory import construction
 from support.memory import peak_rss
 
 # They take 10 s each; most of it is the disk's, which others may be using.
-pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.campaign(few=1), pytest.mark.timeout(600)]
 
 FEW, MANY = 8, 32
 

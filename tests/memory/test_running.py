@@ -90,6 +90,7 @@ def test_saved_activations_on_nvme_take_no_more_memory_for_more_layers(tmp_path:
     assert plain - many > 400e6
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_saved_activations_of_a_larger_batch_add_only_what_is_computed_on(tmp_path: Path) -> None:
     """A batch of 16 instead of 4 saves 580 MB more over 12 layers. The largest tensors of a block, and gradients of

@@ -51,7 +51,7 @@ _COUNTERS = re.compile(r"(?:^|_)(version|generation|fingerprint|assigned|assignm
 _MARKS = re.compile(r"^(updated_early|collected|_overwritten|_kept|kept)$")
 """Attributes that record events of units."""
 _CHANGES = {"add", "discard", "remove", "pop", "clear", "update"}
-_NOTICES = {"notice", "_on_unpack"}
+_NOTICES = {"notice"}
 _RECORDS = {"note_fingerprint": "fingerprint", "overwritten": "generation", "pin": "pin_count", "unpin": "pin_count"}
 """Calls that change such an attribute of a unit."""
 _LOCKS = re.compile(r"(?:^|_)(lock|mutex|changed|turn|access|condition)$")

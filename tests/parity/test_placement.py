@@ -28,7 +28,6 @@ def run(device: Device, folder: Path, param: str, optim: str, *, bf16: bool, acc
         return Result(losses, parameters_of(engine) | states_of(engine))
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize("clip", [0.0, 0.3])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])

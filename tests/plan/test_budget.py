@@ -18,7 +18,7 @@ import infinity
 from infinity.comm.communicator import Communicator
 from infinity.config import Config
 from infinity.engine import budget as resolved
-from infinity.engine.platform import Machine
+from infinity.engine.platform import Platform
 from infinity.engine.wiring import plan_model
 from infinity.errors import ConfigError, OutOfMemoryError, StorageError
 from infinity.plan import budget as budgets, plan as plans
@@ -86,7 +86,7 @@ def test_kinds_of_states_fill_host_memory_in_turn(model: str, case: str, late: b
     states = sum(aligned(extent.nbytes) for extent in bare.placement.extents.values())
     least = max(planned(tmp_path, 1, **options).peak_of_host(), 1)
     most = bare.peak_of_host() + states
-    for host in [*range(least, most, (most - least) // 20), most]:
+    for host in [*range(least, most, (most - least) // 10), most]:
         plan = planned(tmp_path, host, **options)
         free = host - plan.peak_of_host()
         assert free >= 0
@@ -203,7 +203,7 @@ def test_budgets_of_a_node_are_divided_over_its_ranks(tmp_path: Path, monkeypatc
     assert ranks.local_size == 16
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(ranks, "size", 2)
-    monkeypatch.setattr(ranks, "_mesh", SimpleNamespace(size=2, gather=lambda mine: [mine]))
+    monkeypatch.setattr(ranks, "model", SimpleNamespace(size=2, gather=lambda mine: [mine]))
     budget = resolved.budget_of(config, ranks, computes_on_host=True)
     assert budget.host == (1 << 20) // 4 and budget.nvme, "two replicas of two tensor-parallel ranks share a node"
 
@@ -325,7 +325,7 @@ def test_a_device_whose_update_differs_is_not_filled(tmp_path: Path) -> None:
     config, model, seam = engine_config("cpu", "cpu", memory={"device": "1GiB"}), seeded(Stack), LateDevice()
     groups = [{"params": list(model.parameters())}]
     for exact in (True, False):
-        platform = Machine()
+        platform = Platform()
         platform.kernels = replace(NATIVE, is_exact=lambda kind: exact)  # noqa: B023 - called in this iteration
         plan = plan_model(model, config, groups, seam, Communicator(seam), platform=platform).plan
         assert bool(on_device(plan, State.OPTIM)) == exact

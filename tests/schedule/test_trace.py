@@ -46,7 +46,7 @@ def test_next_use_by_search(uses: list[int], data: st.DataObject) -> None:
 @given(USES, st.data())
 def test_upcoming_units_are_the_nearest_first(uses: list[int], data: st.DataObject) -> None:
     position = data.draw(st.integers(0, len(uses)))
-    assert list(walked(uses, position).upcoming()) == list(dict.fromkeys(uses[position:] + uses))
+    assert list(walked(uses, position).order) == list(dict.fromkeys(uses[position:] + uses))
 
 
 @given(USES)

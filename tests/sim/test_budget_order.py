@@ -21,7 +21,6 @@ TINY = replace(SHAPE, num_layers=4)
     "case",
     [
         Case("v100", "fp32", "", 1, 0.6, 0.4),
-        Case("v100", "8bit", "clipping", 1, 0.6, 0.4),
         Case("v100", "8bit", "clipping", 2, 0.2, 0.4),
     ],
     ids=lambda case: case.name,

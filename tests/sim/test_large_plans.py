@@ -1,7 +1,6 @@
 """Plans of large models on nodes of 16 V100, 1.5 TB of host memory and 28 TB of NVMe: 1 T on one node, 32 T on 32."""
 
 import math
-import time
 from dataclasses import dataclass, replace
 
 import pytest
@@ -74,8 +73,6 @@ class Planned:
     config: Config
     plan: Plan
     parameters: int
-    seconds: float
-    """Processor seconds of building and planning the model."""
 
     def on_node(self) -> dict[str, int]:
         """Return the bytes of each memory of a node: states, buffers, checkpoints on the host, one block's activations
@@ -88,7 +85,6 @@ class Planned:
 
 def plan_on_nvme(shape: Shape, nodes: int, *, precision: str = "fp16", tile: int | None = TILE) -> Planned:
     """Plan a GPT-2 of `shape` with all states on nvme, in fp32 moments."""
-    began = time.process_time()
     with torch.device("meta"):
         model = GPT2(
             GPT2Config(
@@ -115,7 +111,7 @@ def plan_on_nvme(shape: Shape, nodes: int, *, precision: str = "fp16", tile: int
     unit_size = unit_size_of("auto", model, 2, V100.usable)
     units = discover_model(model, unit_size, groups, dtype=dtype, copies=lambda parameter: 1)
     plan = make_plan(config, units.discovered, RankInfo(ranks, ranks, "nccl"), V100)
-    return Planned(shape, nodes, config, plan, sum(p.numel() for p in model.parameters()), time.process_time() - began)
+    return Planned(shape, nodes, config, plan, sum(p.numel() for p in model.parameters()))
 
 
 def fits(needed: dict[str, int]) -> dict[str, bool]:
@@ -134,10 +130,6 @@ def test_a_trillion_parameters_fit_one_node(trillion: Planned) -> None:
     assert 16 * trillion.parameters <= needed["nvme"] <= 16.01 * trillion.parameters
 
 
-def test_a_trillion_parameters_are_planned_in_seconds(trillion: Planned) -> None:
-    assert trillion.seconds < 10
-
-
 def test_bf16_takes_fourteen_bytes_a_parameter() -> None:
     found = plan_on_nvme(replace(ONE_NODE, batch=1), 1, precision="bf16")
     needed = found.on_node()
@@ -151,7 +143,8 @@ def test_layers_of_a_trillion_parameters_fit_no_device_whole() -> None:
     assert fits(needed) == {"device": False, "host": True, "nvme": True}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.campaign
+@pytest.mark.slow  # as many units as the model of one node, five times over
 def test_32_trillion_parameters_fit_32_nodes() -> None:
     found = plan_on_nvme(MANY_NODES, 32, tile=2 * TILE)
     needed = found.on_node()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infinity import concurrency
-from infinity.comm.agreement.announcements import Operation
+from infinity.comm.agreement.announcements import Announcement, Operation
 from infinity.sim.clock import Clock
 from infinity.sim.compute import Compute
 from infinity.sim.device import META, DeviceFacts, SimulatedAccelerator, SimulatedDevice, SimulatedHost
@@ -138,7 +138,7 @@ def test_a_reduction_starts_after_the_compute(
 
 def test_a_small_exchange_and_the_end_wait_for_collectives(clock: Clock, ranks: SimulatedCommunicator) -> None:
     ranks._thread.submit(clock.sleep, "gather", 3.0)
-    ranks._together(Operation.BARRIER, 0, lambda: None)
+    ranks._together(Announcement(Operation.BARRIER), lambda: None)
     assert clock.now == 3.0
     ranks.close()
     assert len(clock.threads) == 1

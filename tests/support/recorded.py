@@ -17,7 +17,7 @@ from infinity.activations.disk import NAME, DiskRoom
 from infinity.activations.room import HostRoom
 from infinity.activations.store import ActivationStore
 from infinity.config import Config
-from infinity.engine.platform import Machine
+from infinity.engine.platform import Platform
 from infinity.engine.training import TrainingEngine
 from infinity.grads.buffers import Sent
 from infinity.observe.ledger import Snapshot
@@ -99,7 +99,7 @@ def _ended(transfer: Transfer) -> Transfer:
     return transfer
 
 
-class Recorder(Machine):
+class Recorder(Platform):
     """This machine, whose tiers record what is submitted to them."""
 
     def __init__(self) -> None:

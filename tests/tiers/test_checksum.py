@@ -78,7 +78,6 @@ def run(config: Any, device: LateDevice | None = None) -> Result:
         return Result(losses, parameters_of(engine) | states_of(engine))
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "clip": 0.5}, {"accumulation": 2, "tile_size": 32768}], ids=str)
 @pytest.mark.parametrize(("param", "optim"), ON_NVME)

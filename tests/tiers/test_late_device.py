@@ -3,7 +3,7 @@
 Mutations that these tests were seen to catch (each by losses or parameters that are NaN or differ):
 
 - `UnitStore.arrive` without `await_copy`: the model computes with NaN.
-- `GradStore._land` without waiting for the copy to the host: the update reads NaN.
+- `Landing.land` without waiting for the copy to the host: the update reads NaN.
 - `NvmeTier._land` (staging) without waiting for the copy: the staging buffer is reused before it is read.
 - `NvmeTier._staged_write` without waiting for the copy: NaN is written to the file.
 - `UpdatePipeline._conclude` without waiting for the copy to the device.
@@ -84,7 +84,6 @@ def train(device: LateDevice | None, param: str, optim: str, bf16: bool, clip: f
     return trained(seeded(Stack), BATCHES, config, device)
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])

@@ -23,7 +23,6 @@ TOKENS = token_batches(8)
 PLACEMENTS = [("nvme", "none"), ("nvme", "cpu"), ("nvme", "nvme"), ("none", "nvme"), ("cpu", "nvme")]
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("clip", [0.0, 0.5])

@@ -78,7 +78,6 @@ PLACES = [
 ]
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("error", [Trouble, Interrupt])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("run", "where"), PLACES)

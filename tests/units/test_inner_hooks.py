@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from infinity.model.backward import topmost_hooks
+from infinity.model.saved import topmost_hooks
 from support.beside import LATE_TOO, NVME, PLACES, SCHEDULES, assert_same_story, training
 from support.models import vector_batches
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from conftest import OpenEngine
-from infinity.model.backward import topmost_hooks
+from infinity.model.saved import topmost_hooks
 from support.beside import MEMORY, NVME, EngineLoop, PlainLoop, assert_like, training
 from support.configs import engine_config
 from support.lifetime import assert_nothing_leaked

@@ -14,7 +14,7 @@ from torch import nn
 from conftest import OpenEngine
 from infinity.engine.training import TrainingEngine
 from infinity.errors import LifetimeError
-from infinity.model.backward import topmost_hooks
+from infinity.model.saved import topmost_hooks
 from infinity.units import residents
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice

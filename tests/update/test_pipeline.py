@@ -22,10 +22,9 @@ from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Pool
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import DONE, Promise, Promised, Transfer, issued
-from infinity.update.job import Gradient, PlacedUpdate, UpdateJob
+from infinity.update.job import Gradient, PlacedUpdate, Squares, UpdateBuffers, UpdateJob
 from infinity.update.kernels import squared_norm, update_run
 from infinity.update.pipeline import UpdatePipeline
-from infinity.update.tiles import UpdateBuffers
 from support.late_disk import LateSlab
 
 TILE = 4096
@@ -90,7 +89,7 @@ class Bench:
             shard.copy_(gradient)
             arriving = Future()
             squares = squared_norm(shard, self.layout.parts(0))
-            arriving.set_result(Gradient(shard, lease, lambda: squares, DONE))
+            arriving.set_result(Gradient(shard, lease, Squares(squares), DONE))
         runs = self.layout.runs(0, {0: step})
         job = UpdateJob(self.layout, lambda: runs, [HYPER], 1.0, 0, arriving, require_finite=require_finite)
         return PlacedUpdate(job, self.buffer.view(torch.uint8), DONE, DONE)

@@ -37,7 +37,7 @@ def verdict_of(architecture: Architecture) -> Verdict:
     return next(verdict for _, verdict in judge_all([architecture], jobs=1))
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(few=3)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_trains_as_plain_pytorch(name: str) -> None:
     verdict = verdict_of(named(name))

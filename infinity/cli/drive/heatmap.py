@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from infinity.cli.console import GRID, INK, MUTED
+from infinity.cli.drive.search import Setting
 from infinity.sizes import format_size
 
 _SHADES = ("#eef4fe", "#a9c6f8", "#2f6fde", "#123a86")
@@ -18,35 +18,18 @@ _CELL_WIDTH, _CELL_HEIGHT = 0.78, 0.5
 """Inches."""
 
 
-@dataclass(frozen=True, order=True)
-class Cell:
-    """Position of a figure: engine and threads select the panel, queue depth and block size the cell."""
-
-    engine: str
-    threads: int
-    queue_depth: int
-    block_size: int
-
-
-def picture_formats() -> list[str]:
-    """Return the suffixes of picture files, without the dot; an empty list without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-    except ImportError:
-        return []
-    return sorted(FigureCanvasAgg.get_supported_filetypes())
-
-
 def plot_sweep(
-    path: str | os.PathLike[str], gb_per_s: Mapping[Cell, float], *, best: Cell, title: str, subtitle: str = ""
+    path: str | os.PathLike[str], gb_per_s: Mapping[Setting, float], *, best: Setting, title: str, subtitle: str = ""
 ) -> None:
     """Write a picture of `gb_per_s` in the format of `path`'s suffix, with `best` marked. Missing cells stay empty.
 
+    Engine and threads of a setting select the panel, queue depth and block size the cell.
     title, subtitle: plain text. Raises ImportError without matplotlib.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyplot would look for a display
     from matplotlib.colors import LinearSegmentedColormap, Normalize
     from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
     engines, threads = sorted({c.engine for c in gb_per_s}), sorted({c.threads for c in gb_per_s})
     blocks, depths = sorted({c.block_size for c in gb_per_s}), sorted({c.queue_depth for c in gb_per_s})
@@ -73,7 +56,8 @@ def plot_sweep(
             }
             _draw(axes, figures, (len(depths), len(blocks)), shades, scale)
             if (engine, count) == (best.engine, best.threads):
-                _mark(axes, depths.index(best.queue_depth), blocks.index(best.block_size))
+                corner = blocks.index(best.block_size) + 0.03, depths.index(best.queue_depth) + 0.04
+                axes.add_patch(Rectangle(corner, 0.94, 0.92, fill=False, edgecolor=_BEST, linewidth=2.4, zorder=5))
             axes.set_title(f"{engine}, {count} thread{'s' * (count > 1)}", color=INK, fontsize=10, loc="left", pad=6)
             _label(axes, blocks if row == len(engines) - 1 else [], depths if column == 0 else [])
     _key(
@@ -115,13 +99,6 @@ def _draw(axes: Any, figures: Mapping[tuple[int, int], float], shape: tuple[int,
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.tick_params(colors=MUTED, length=0, labelsize=9)
-
-
-def _mark(axes: Any, row: int, column: int) -> None:
-    from matplotlib.patches import Rectangle
-
-    frame = Rectangle((column + 0.03, row + 0.04), 0.94, 0.92, fill=False, edgecolor=_BEST, linewidth=2.4, zorder=5)
-    axes.add_patch(frame)
 
 
 def _label(axes: Any, blocks: list[int], depths: list[int]) -> None:

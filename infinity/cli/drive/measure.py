@@ -1,7 +1,7 @@
 """Measures the I/O of folders through training's I/O engine, and verifies all bytes.
 
 A bench opens its swap file, writes it once, since training overwrites written files, and allocates its buffers once.
-Each run keeps enough requests in flight to fill the engine's queues. Writes go directly from the `Pattern`, without a
+Each run keeps enough requests in flight to fill the engine's queues. Writes go directly from the pattern, without a
 copy. Reads are compared when they complete, before their buffer is reused, while later requests keep the queues full.
 CPU seconds exclude the comparison.
 """
@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from infinity.cli.drive.pattern import PAGE, PERIOD, Contents, WrongByte
+from infinity.cli.drive.pattern import PAGE, PERIOD, Contents
 from infinity.errors import OutOfMemoryError
 from infinity.native import _aio
 from infinity.plan.io import LARGEST_CHUNK
@@ -34,6 +34,8 @@ from infinity.tiers.memory import host_tensor
 Op = Literal["read", "write", "mixed"]
 OPS: tuple[Op, ...] = ("read", "write", "mixed")
 
+SMALLEST_FILE = 16 << 20
+"""Bytes of the file of a search or of several measurements."""
 _SMALLEST_REQUEST = 2 << 20
 _SECTOR = 512
 _UNREAD = 0xEE
@@ -186,7 +188,7 @@ class Bench:
         comparing = 0.0
         started = 0
         with self._open(workload) as engine:
-            for memory in (self._ring, self.contents.pattern.memory):  # as training does with its pools
+            for memory in (self._ring, self.contents.memory):  # as training does with its pools
                 engine.register(memory.data_ptr(), memory.numel())
             begin, cpu = self._clock(), time.process_time()
 
@@ -201,7 +203,9 @@ class Bench:
                 if len(pending) == slots:
                     oldest = pending.popleft()
                     oldest.request.wait()
-                    comparing += self._compare(oldest)
+                    since = time.thread_time()
+                    self._check(oldest)
+                    comparing += time.thread_time() - since
                 writes, number, offset = next(turns)
                 if writes:
                     pending.append(_Pending(self._write(engine, offset, request), offset))
@@ -221,7 +225,7 @@ class Bench:
             latencies = tuple(engine.take_latencies())
             sample = Sample(started, *spent, latencies, engine.backend, engine.queue_depth)
         for each in pending:
-            self._compare(each)
+            self._check(each)
         self._fastest = max(self._fastest, sample.gb_per_s)
         return sample
 
@@ -230,15 +234,21 @@ class Bench:
         request = self._request(_PASS)
         slots = min(8, self._ring.numel() // request)
         pending: deque[_Pending] = deque()
+
+        def land() -> None:
+            oldest = pending.popleft()
+            oldest.request.wait()
+            self._check(oldest, exactly=True)
+
         with self._open(_PASS) as engine:
             for number, offset in enumerate(range(0, self.nbytes, request)):
                 if len(pending) == slots:
-                    self._land(pending.popleft())
+                    land()
                 start, length = number % slots * request, min(request, self.nbytes - offset)
                 reading = self._read(engine, offset, start, length)
                 pending.append(_Pending(reading, offset, self._ring[start : start + length].numpy()))
             while pending:
-                self._land(pending.popleft())
+                land()
         return self.nbytes
 
     def close(self) -> None:
@@ -313,28 +323,15 @@ class Bench:
                 break
             self.contents.checksum(offset, request)
 
-    def _compare(self, done: _Pending) -> float:
-        """Compare a read and return the CPU seconds taken. Raises OSError (EIO) if bytes differ from those written."""
-        begin = time.thread_time()
-        if done.buffer is not None:
-            self._check(done.offset, done.buffer)
-        return time.thread_time() - begin
-
-    def _land(self, reading: _Pending) -> None:
-        reading.request.wait()
-        if reading.buffer is not None:
-            self._check(reading.offset, reading.buffer, exactly=True)
-
-    def _check(self, offset: int, content: NDArray[np.uint8], *, exactly: bool = False) -> None:
-        wrong = self.contents.wrong_byte(offset, content, exactly=exactly)
+    def _check(self, done: _Pending, *, exactly: bool = False) -> None:
+        """Compare a read. Raises OSError (EIO) if bytes differ from those written."""
+        if done.buffer is None:
+            return
+        wrong = self.contents.wrong_byte(done.offset, done.buffer, exactly=exactly)
         if wrong is not None:
-            raise self._error(wrong)
-        self.verified_bytes += len(content)
-
-    def _error(self, wrong: WrongByte) -> OSError:
-        folder = self.paths[wrong.offset // self._chunk % len(self.paths)]
-        text = (
-            f"byte {wrong.offset:,} of {self.nbytes:,} was read as {wrong.read:#04x}, but {wrong.expected:#04x} was "
-            "written: check this drive (kernel log, smartctl) before you store data on it"
-        )
-        return OSError(errno.EIO, text, str(folder))
+            text = (
+                f"byte {wrong.offset:,} of {self.nbytes:,} was read as {wrong.read:#04x}, but {wrong.expected:#04x} "
+                "was written: check this drive (kernel log, smartctl) before you store data on it"
+            )
+            raise OSError(errno.EIO, text, str(self.paths[wrong.offset // self._chunk % len(self.paths)]))
+        self.verified_bytes += len(done.buffer)

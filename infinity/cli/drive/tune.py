@@ -27,16 +27,17 @@ from infinity.cli.console import (
     note,
     note_memory_folders,
     one_line_errors,
+    picture_formats,
     printable,
     progress,
     say,
     say_json,
     size_of,
     warnings_as_notes,
-    write_output,
+    write_out,
 )
-from infinity.cli.drive.heatmap import Cell, picture_formats, plot_sweep
-from infinity.cli.drive.measure import OPS, Bench, Op, Sample
+from infinity.cli.drive.heatmap import plot_sweep
+from infinity.cli.drive.measure import OPS, SMALLEST_FILE, Bench, Op, Sample
 from infinity.cli.drive.pattern import PAGE
 from infinity.cli.drive.search import TOLERANCE, Outcome, Result, Setting, Space, Stage, in_flight_limit, search, unrest
 from infinity.config import Config
@@ -45,7 +46,6 @@ from infinity.native import _aio
 from infinity.sizes import format_size, show_bytes
 from infinity.tiers.io import AUTO, ENGINES, open_engine
 
-_SMALLEST_SIZE = 16 << 20
 _ROWS = 12
 _UNREST = 0.35
 _ENOUGH_ROUNDS = 3
@@ -65,7 +65,7 @@ def run(
     """Run the command; see its help."""
     with one_line_errors(), warnings_as_notes():
         nbytes = _checked(paths, out, plot, seconds, size, engine)
-        where = space(engine, cores(), len(paths))
+        where = space(engine, len(os.sched_getaffinity(0)), len(paths))
         note_memory_folders(paths)
         with progress(shown=not as_json) as step:
             outcome, verified = sweep(paths, nbytes, seconds, where, step)
@@ -87,7 +87,10 @@ def run(
             else:
                 _show(outcome, verified, section)
         finally:  # write the files even if stdout fails
-            problems = [_write(out, section) if out else "", _draw(plot, paths, outcome) if plot else ""]
+            problems = [
+                write_out(out, json.dumps(section, indent=2) + "\n") if out else "",
+                _draw(plot, paths, outcome) if plot else "",
+            ]
             if any(problems):
                 fail("; ".join(filter(None, problems)))
 
@@ -96,16 +99,13 @@ def _checked(paths: Sequence[Path], out: Path | None, plot: Path | None, seconds
     """Return the size of the file in bytes; exit with an error if an option is invalid."""
     check_one_of("--engine", engine, ENGINES)
     check_range("--seconds", seconds, 0.1, 86_400)
-    nbytes = size_of("--size", size)
-    if nbytes < _SMALLEST_SIZE:
-        fail(f"--size must be at least {format_size(_SMALLEST_SIZE)}, not {format_size(nbytes)}", USAGE)
+    nbytes = size_of("--size", size, least=SMALLEST_FILE)
     if len(paths) > _aio.MOST_THREADS:
         fail(f"--path lists {len(paths)} folders, but an engine serves at most {_aio.MOST_THREADS}: pass fewer", USAGE)
     check_folders(paths)
-    if out is not None:
-        check_output("--out", out)
+    check_output("--out", out)
+    check_output("--plot", plot)
     if plot is not None:
-        check_output("--plot", plot)
         formats = picture_formats()
         if formats and plot.suffix[1:].lower() not in formats:
             fail(f"--plot {plot} must end in one of {', '.join('.' + each for each in formats)}", USAGE)
@@ -181,11 +181,6 @@ def _granted(engine: str, depth: int, threads: int) -> int:
         return 0
 
 
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def aio_section(best: Setting) -> dict[str, Any]:
     """Return the section `aio` for `best`, validated as a configuration."""
     section = {
@@ -244,14 +239,6 @@ def _show(outcome: Outcome, verified: int, section: dict[str, Any]) -> None:
     say(sweep_table(outcome, width=Console().width), legend, json.dumps(section, indent=2))
 
 
-def _write(path: Path, section: dict[str, Any]) -> str:
-    """Write the section. Return the error text, or "" on success."""
-    problem = write_output("--out", path, json.dumps(section, indent=2) + "\n")
-    if not problem:
-        typer.echo(f"written to {printable(path)}", err=True)
-    return problem
-
-
 def _row(result: Result) -> dict[str, Any]:
     setting = result.setting
     return {
@@ -268,7 +255,7 @@ def _row(result: Result) -> dict[str, Any]:
 def _draw(path: Path, paths: Sequence[Path], outcome: Outcome) -> str:
     """Draw the sweep. Return the error text, or "" on success or without matplotlib."""
     best = outcome.best
-    figures = {_cell(result.setting): result.gb_per_s("mixed") or 0.0 for result in outcome.first}
+    figures = {result.setting: result.gb_per_s("mixed") or 0.0 for result in outcome.first}
     chosen = (
         f"chosen from the finalists: {format_size(best.block_size)} × {best.queue_depth}, "
         f"{best.threads} thread{'s' * (best.threads > 1)}, {best.engine}"
@@ -276,7 +263,7 @@ def _draw(path: Path, paths: Sequence[Path], outcome: Outcome) -> str:
     title = "Mixed reads and writes of 10 MiB, GB/s"
     subtitle = f"{printable(', '.join(map(str, paths)))}; {chosen}"
     try:
-        plot_sweep(path, figures, best=_cell(best), title=title, subtitle=subtitle)
+        plot_sweep(path, figures, best=best, title=title, subtitle=subtitle)
     except ImportError:
         note("no picture, since matplotlib is missing: pip install matplotlib")
     except Exception as error:  # noqa: BLE001 - no error of a picture library may lose the result
@@ -284,7 +271,3 @@ def _draw(path: Path, paths: Sequence[Path], outcome: Outcome) -> str:
     else:
         typer.echo(f"drawn to {printable(path)}", err=True)
     return ""
-
-
-def _cell(setting: Setting) -> Cell:
-    return Cell(setting.engine, setting.threads, setting.queue_depth, setting.block_size)

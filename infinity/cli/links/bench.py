@@ -18,14 +18,12 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-import typer
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from infinity.cli.console import (
-    USAGE,
     Step,
     check_folders,
     check_output,
@@ -40,10 +38,10 @@ from infinity.cli.console import (
     say,
     size_of,
     warnings_as_notes,
-    write_output,
+    write_out,
 )
 from infinity.cli.drive.bench import granted
-from infinity.cli.drive.measure import OPS, Bench, Workload
+from infinity.cli.drive.measure import OPS, SMALLEST_FILE, Bench, Workload
 from infinity.cli.links.rates import Calls, Copies, Gathers, Rate, adam, few_rows, matmul, measure, unsteady
 from infinity.cli.report import processor
 from infinity.comm.groups import join_process_group
@@ -93,7 +91,9 @@ def _of_one_rank() -> dict[str, str]:
 
 
 def machine(device: Device) -> dict[str, Any]:
-    """Return the facts, of JSON types."""
+    """Return the facts, of JSON types. The device is the accelerator's name, or "cpu"."""
+    kind = device.torch_device
+    name = getattr(torch.get_device_module(kind), "get_device_name", None)
     return {
         "system": platform.platform(),
         "processor": processor(),
@@ -101,18 +101,10 @@ def machine(device: Device) -> dict[str, Any]:
         "memory": psutil.virtual_memory().total,
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
-        "device": device_name(device),
+        "device": str(kind if name is None else name(kind)),
     }
 
 
-def device_name(device: Device) -> str:
-    """Return the accelerator's name; "cpu" if the engine computes on the host."""
-    kind = device.torch_device
-    name = getattr(torch.get_device_module(kind), "get_device_name", None)
-    return str(name(kind)) if name is not None else str(kind)
-
-
-_SMALLEST_SIZE = 16 << 20
 _PREPARED, _MEASURED = 0.1, 0.97
 """Positions of the progress bar before the first round and after the last."""
 _LONGEST_MATMUL = 1 / 60
@@ -127,7 +119,7 @@ class Task:
     size: int
     seconds: float
     device: Device
-    gathers: Gathers | None = None
+    gathers: Gathers | None
 
 
 @dataclass(frozen=True)
@@ -147,17 +139,19 @@ def run(paths: Sequence[Path], out: Path | None, seconds: float, size: str, as_j
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if several and dist.get_rank() > 0:
             return ending.enter_context(Gathers(device)).follow()
-        task = _checked(Task(paths, 0, seconds, device), size, out)
-        note_memory_folders(task.paths)
+        check_range("--seconds", seconds, 0.1, 86_400)
+        nbytes = size_of("--size", size, least=SMALLEST_FILE)
+        check_folders(paths)
+        check_output("--out", out)
+        note_memory_folders(paths)
         with progress(shown=not as_json) as step:
-            if several:
-                task = replace(task, gathers=ending.enter_context(Gathers(device)))
-            links = measured(task, step)
+            gathers = ending.enter_context(Gathers(device)) if several else None
+            links = measured(Task(paths, nbytes, seconds, device, gathers), step)
         try:
             say(*([links.to_json().rstrip()] if as_json else shown(links)))
         finally:  # write the file even if stdout fails
-            if out is not None:
-                _write(out, links)
+            if out is not None and (problem := write_out(out, links.to_json())):
+                fail(problem)
 
 
 def measured(task: Task, step: Step) -> Links:
@@ -235,23 +229,6 @@ def _other_kinds(task: Task) -> Iterator[_Kind]:
             yield _Kind(f"flops.{dtype}", calls, f"({width}, {width}) x ({width}, {4 * width})")
             few = few_rows(device, getattr(torch, dtype), width)
             yield _Kind(f"weights.{dtype}", few, f"the weight of (16, {width}) x ({width}, {4 * width})")
-
-
-def _checked(task: Task, size: str, out: Path | None) -> Task:
-    check_range("--seconds", task.seconds, 0.1, 86_400)
-    nbytes = size_of("--size", size)
-    if nbytes < _SMALLEST_SIZE:
-        fail(f"--size must be at least {format_size(_SMALLEST_SIZE)}, not {format_size(nbytes)}", USAGE)
-    check_folders(task.paths)
-    if out is not None:
-        check_output("--out", out)
-    return replace(task, size=nbytes)
-
-
-def _write(out: Path, links: Links) -> None:
-    if problem := write_output("--out", out, links.to_json()):
-        fail(problem)
-    typer.echo(f"written to {printable(out)}", err=True)
 
 
 def shown(links: Links) -> list[RenderableType]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from infinity.comm.groups import gather_objects
 from infinity.plan.layout import UnitLayout
 from infinity.rules import RULES
 
@@ -122,7 +123,7 @@ def disagreement(lines: Sequence[str], failure: str, group: dist.ProcessGroup) -
 
 def failures(failure: str, group: dist.ProcessGroup) -> str:
     """Return which ranks failed and why; empty if none did. A collective on gloo."""
-    said = _from_all(failure, group)
+    said = gather_objects(failure, group)
     by_text = by_value([text or None for text in said])
     text = "; ".join(f"{who} failed: {why}" for why, who in by_text.items() if why)
     return text and f"{text}. Fix the error and restart all ranks."
@@ -152,18 +153,12 @@ def _first_difference(lines: Sequence[str], group: dist.ProcessGroup) -> str:
     pairs = enumerate(zip_longest(lines, theirs[0]))
     differs = next((number for number, (one, other) in pairs if one != other), None)
     # The least over ranks, so that all name the same line; rank 0 differs from itself nowhere.
-    first = min(number for number in _from_all(differs, group) if number is not None)
+    first = min(number for number in gather_objects(differs, group) if number is not None)
     # A model with fewer parameters has no such line.
-    said = _from_all(lines[first] if first < len(lines) else "nothing more", group)
+    said = gather_objects(lines[first] if first < len(lines) else "nothing more", group)
     what, hint = next(_OF_KIND[kind] for kind in _OF_KIND if any(line.startswith(kind) for line in said))
     found = "; ".join(f"{who}: {line}" for line, who in by_value(said).items())
     return f"the ranks have different {what}. {found}. {hint}"
-
-
-def _from_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
 
 
 def by_value(values: Sequence[Any]) -> dict[Any, str]:

@@ -6,12 +6,12 @@ import secrets
 import socket
 import time
 from contextlib import closing, suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
 from infinity.comm.connections import addresses_of
+from infinity.comm.groups import gather_objects
 from infinity.comm.liveness.processes import Process
 from infinity.observe.log import logger
 
@@ -65,13 +65,8 @@ class Link:
         self._connection.close()
 
 
-@dataclass(frozen=True)
-class _Meeting:
-    """Where the first rank waits for the others."""
-
-    family: int
-    address: tuple[Any, ...]
-    token: str
+_Meeting: TypeAlias = tuple[int, tuple[Any, ...], str]
+"""Where the first rank waits for the others: family and address of its socket, and a token that only ranks have."""
 
 
 def meet(group: dist.ProcessGroup, rank: int, size: int) -> tuple[list[Process], dict[int, Link]]:
@@ -80,19 +75,17 @@ def meet(group: dist.ProcessGroup, rank: int, size: int) -> tuple[list[Process],
     Collective on `group`, a gloo group. A rank that cannot connect has none, and a warning says so.
     """
     listener = _listen(group) if rank == 0 else None
-    meeting = None
-    if listener is not None:
-        meeting = _Meeting(listener.family, listener.getsockname(), secrets.token_hex(_TOKEN_BYTES))
+    token = secrets.token_hex(_TOKEN_BYTES)
+    meeting = None if listener is None else (listener.family, listener.getsockname(), token)
     own = Process.own(dist.get_rank())
-    found: list[Any] = [None] * size
     try:
-        dist.all_gather_object(found, (own, meeting), group=group)
+        found = gather_objects((own, meeting), group)
         processes = [process for process, _ in found]
         if rank:
             link = _connect(found[0][1], rank)
             links = {} if link is None else {0: link}
         else:
-            links = {} if listener is None or meeting is None else _accept(listener, meeting.token, size)
+            links = {} if listener is None else _accept(listener, token, size)
     finally:
         if listener is not None:
             listener.close()
@@ -151,13 +144,14 @@ def _greeting(connection: socket.socket) -> str:
 def _connect(meeting: _Meeting | None, rank: int) -> Link | None:
     if meeting is None:
         return None
-    connection = socket.socket(meeting.family, socket.SOCK_STREAM)
+    family, address, token = meeting
+    connection = socket.socket(family, socket.SOCK_STREAM)
     try:
         connection.settimeout(_CONNECT)
-        connection.connect(meeting.address)
-        connection.sendall(f"{meeting.token} {rank}\n".encode())
+        connection.connect(address)
+        connection.sendall(f"{token} {rank}\n".encode())
     except OSError as error:
         connection.close()
-        logger.warning("no heartbeat: rank 0 cannot be reached at %s (%s)", meeting.address[:2], error)
+        logger.warning("no heartbeat: rank 0 cannot be reached at %s (%s)", address[:2], error)
         return None
     return Link(connection)

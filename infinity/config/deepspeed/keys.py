@@ -15,8 +15,6 @@ from typing import NamedTuple
 class Verdict(str, Enum):
     """Effect of a DeepSpeed key here."""
 
-    HONOURED = "honoured"
-    """The schema has the key."""
     MAPPED = "mapped"
     """The key sets another key of the schema, which a line of the log names."""
     NO_EFFECT = "no effect"
@@ -84,8 +82,11 @@ _ONE_GROUP = "a unit is sharded over all ranks, which takes less memory"
 _EXACT = "collectives transfer exact values: remove it"
 _CHECKED = "every state transition of a unit is checked"
 
-_PREFETCH = mapped("infinity.prefetch_bytes")
-_LIVE = mapped("infinity.cache_bytes")
+
+def _both(name: str, entry: Entry) -> dict[str, Entry]:
+    """Return the rows of a key of stage 3, which has two names."""
+    return {name: entry, f"stage3_{name}": entry}
+
 
 _ZERO: dict[str, Entry] = {
     "contiguous_gradients": no_effect("a unit's gradients are always contiguous", True),
@@ -106,25 +107,16 @@ _ZERO: dict[str, Entry] = {
     "cpu_offload_param": mapped("zero_optimization.offload_param.device"),
     "cpu_offload_params": mapped("zero_optimization.offload_param.device"),
     "cpu_offload_use_pin_memory": no_effect("set pin_memory in offload_param and offload_optimizer", True),
-    "prefetch_bucket_size": _PREFETCH,
-    "stage3_prefetch_bucket_size": _PREFETCH,
-    "max_live_parameters": _LIVE,
-    "stage3_max_live_parameters": _LIVE,
-    "max_reuse_distance": no_effect(_TRACE, 1e9),
-    "stage3_max_reuse_distance": no_effect(_TRACE, 1e9),
-    "param_persistence_threshold": no_effect(_SMALL, 1e5),
-    "stage3_param_persistence_threshold": no_effect(_SMALL, 1e5),
-    "model_persistence_threshold": no_effect(_SMALL, sys.maxsize),
-    "stage3_model_persistence_threshold": no_effect(_SMALL, sys.maxsize),
-    "gather_16bit_weights_on_model_save": no_effect(_EXPORT, True),
-    "stage3_gather_16bit_weights_on_model_save": no_effect(_EXPORT, True),
+    **_both("prefetch_bucket_size", mapped("infinity.prefetch_bytes")),
+    **_both("max_live_parameters", mapped("infinity.cache_bytes")),
+    **_both("max_reuse_distance", no_effect(_TRACE, 1e9)),
+    **_both("param_persistence_threshold", no_effect(_SMALL, 1e5)),
+    **_both("model_persistence_threshold", no_effect(_SMALL, sys.maxsize)),
+    **_both("gather_16bit_weights_on_model_save", no_effect(_EXPORT, True)),
     "stage3_gather_fp16_weights_on_model_save": no_effect(_EXPORT, True),
-    "module_granularity_threshold": no_effect(_BUCKETS, 0),
-    "stage3_module_granularity_threshold": no_effect(_BUCKETS, 0),
-    "use_all_reduce_for_fetch_params": no_effect(_BUCKETS),
-    "stage3_use_all_reduce_for_fetch_params": no_effect(_BUCKETS),
-    "allgather_sequential": no_effect(_BUCKETS),
-    "stage3_allgather_sequential": no_effect(_BUCKETS),
+    **_both("module_granularity_threshold", no_effect(_BUCKETS, 0)),
+    **_both("use_all_reduce_for_fetch_params", no_effect(_BUCKETS)),
+    **_both("allgather_sequential", no_effect(_BUCKETS)),
     "ignore_unused_parameters": no_effect("a parameter without a gradient is always allowed", True),
     "find_unused_parameters": no_effect("a parameter without a gradient is always allowed"),
     "legacy_stage1": no_effect("one implementation serves all stages"),

@@ -45,17 +45,22 @@ def _misplaced_aio(draft: Draft) -> None:
         draft.ignore(source, "its place is the top level")
 
 
+def _is_on(draft: Draft, source: str) -> bool:
+    """Remove a switch, and return whether it is true. False is neutral, and was removed before."""
+    value = draft.take(source)
+    if value is not True and value is not ABSENT:
+        draft.problems.append(f"{source}: must be true or false, not {show(value)}")
+    return value is True
+
+
 def _offload(source: str, target: str, draft: Draft) -> None:
-    value = draft.take(f"{_ZERO}.{source}")
     device = f"{_ZERO}.{target}.device"
-    if value is ABSENT:
+    if not _is_on(draft, f"{_ZERO}.{source}"):
         return
-    if value is not True:
-        draft.problems.append(f"{_ZERO}.{source}: must be true or false, not {show(value)}")
-    elif look(draft.content, device) not in (ABSENT, "cpu"):
+    if look(draft.content, device) not in (ABSENT, "cpu"):
         draft.problems.append(f"{_ZERO}.{source}: is true, but {device} is set, too: remove {source}")
     else:
-        draft.map(f"{_ZERO}.{source}", value, device, "cpu")
+        draft.map(f"{_ZERO}.{source}", True, device, "cpu")
 
 
 def _elements(draft: Draft, *names: str) -> tuple[str, float] | None:
@@ -113,11 +118,8 @@ def _states_on_device(draft: Draft) -> None:
 
 def _activations(draft: Draft) -> None:
     section = "activation_checkpointing"
-    value = draft.take(f"{section}.cpu_checkpointing")
-    if value is True:
-        draft.map(f"{section}.cpu_checkpointing", value, "infinity.activations.device", "cpu", places=True)
-    elif value is not ABSENT:
-        draft.problems.append(f"{section}.cpu_checkpointing: must be true or false, not {show(value)}")
+    if _is_on(draft, f"{section}.cpu_checkpointing"):
+        draft.map(f"{section}.cpu_checkpointing", True, "infinity.activations.device", "cpu", places=True)
     if look(draft.content, section) == {}:
         draft.take(section)
 
@@ -138,14 +140,13 @@ _STATES_OF_16_BITS = {
 def _bf16_states(draft: Draft) -> None:
     """Map DeepSpeed's states of 16 bits. The master is the parameter with a remainder of 16 bits, which is exact."""
     for source, targets in _STATES_OF_16_BITS.items():
-        value = draft.take(source)
-        if value is True and not draft.is_true("bf16.enabled"):
+        if not _is_on(draft, source):
+            continue
+        if not draft.is_true("bf16.enabled"):
             draft.ignore(source, "bf16 is not enabled")
-        elif value is True:
-            for target, result in targets:
-                draft.map(source, value, target, result)
-        elif value is not ABSENT:
-            draft.problems.append(f"{source}: must be true or false, not {show(value)}")
+            continue
+        for target, result in targets:
+            draft.map(source, True, target, result)
 
 
 def _fp32_allreduce(draft: Draft) -> None:

@@ -69,8 +69,15 @@ def translate(
     _drop_dotted(draft, known)
     for rename in RENAMES:
         rename(draft)
-    _resolve_auto(draft, known, fill or Fill())
-    _drop_nulls(draft, known)
+
+    def keeps_auto(dotted: str) -> bool:
+        foreign = dotted not in known and dotted not in TABLE
+        return dotted.startswith("infinity.") or dotted in _KEEPS_AUTO or foreign
+
+    draft.defaults, problems = resolve_auto(draft.content, fill or Fill(), keeps_auto, known.__contains__)
+    draft.problems += problems
+    for dotted in [name for name, value in leaves(draft.content) if value is None and name in known]:
+        drop(draft.content, dotted)
     _judge(draft)
     for rule in MAPPINGS:
         rule(draft)
@@ -96,20 +103,6 @@ def _drop_dotted(draft: Draft, known: Collection[str]) -> None:
             draft.dotted.append(dotted)
         else:
             draft.problems.append(f"{dotted}: is a full name at the top level: move {name} into the section {section}")
-
-
-def _resolve_auto(draft: Draft, known: Collection[str], fill: Fill) -> None:
-    def keeps(dotted: str) -> bool:
-        foreign = dotted not in known and dotted not in TABLE
-        return dotted.startswith("infinity.") or dotted in _KEEPS_AUTO or foreign
-
-    draft.defaults, problems = resolve_auto(draft.content, fill, keeps, known.__contains__)
-    draft.problems += problems
-
-
-def _drop_nulls(draft: Draft, known: Collection[str]) -> None:
-    for dotted in [name for name, value in leaves(draft.content) if value is None and name in known]:
-        drop(draft.content, dotted)
 
 
 def _judge(draft: Draft) -> None:

@@ -66,8 +66,7 @@ class Accelerator:
         return self._module.device(device_index)
 
     def set_device(self, device_index: int) -> None:
-        if not self._is_cpu:
-            self._module.set_device(device_index)
+        self._module.set_device(device_index)
 
     def current_device(self) -> int:
         return 0 if self._is_cpu else int(self._module.current_device())
@@ -82,8 +81,7 @@ class Accelerator:
         return int(self._module.device_count())
 
     def synchronize(self, device_index: int | None = None) -> None:
-        if not self._is_cpu:
-            self._module.synchronize(device_index)
+        self._module.synchronize(device_index)
 
     def empty_cache(self) -> None:
         if not self._is_cpu:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,11 +13,11 @@ from torch.distributed import ReduceOp as ReduceOp
 
 from infinity.comm.groups import join_process_group
 from infinity.deepspeed.front_ends import name_backend
+from infinity.deepspeed.launcher.flags import DEFAULT_PORT
 from infinity.errors import UsageError
 from infinity.inputs import number_of
 
 _TIMEOUT = timedelta(minutes=30)
-_PORT = 29500
 _OF_TORCH = frozenset(
     {
         "P2POp",
@@ -30,10 +31,13 @@ _OF_TORCH = frozenset(
         "batch_isend_irecv",
         "broadcast",
         "broadcast_object_list",
+        "destroy_process_group",
         "gather",
         "irecv",
+        "is_available",
         "isend",
         "monitored_barrier",
+        "new_group",
         "recv",
         "reduce",
         "reduce_scatter",
@@ -55,7 +59,7 @@ _LOGGING = ("prof", "log_name", "debug")
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
-    distributed_port: int = _PORT,
+    distributed_port: int = DEFAULT_PORT,
     verbose: bool = True,
     timeout: timedelta = _TIMEOUT,
     init_method: str | None = None,
@@ -72,19 +76,6 @@ def init_distributed(
     """
     if dist.is_initialized():
         return
-    _join(dist_backend, distributed_port, timeout, init_method, dist_init_required, rank, world_size)
-    name_backend()
-
-
-def _join(
-    dist_backend: str | None,
-    distributed_port: int,
-    timeout: timedelta,
-    init_method: str | None,
-    dist_init_required: bool | None,
-    rank: int,
-    world_size: int,
-) -> None:
     if dist_init_required is False:
         raise UsageError(
             "dist_init_required is False, but torch.distributed is not initialized: call init_process_group() first, "
@@ -101,6 +92,7 @@ def _join(
         dist.init_process_group(dist_backend, timeout=timeout)
     else:
         join_process_group(True, None)
+    name_backend()
 
 
 def is_initialized() -> bool:
@@ -109,10 +101,6 @@ def is_initialized() -> bool:
     if initialized:
         name_backend()
     return initialized
-
-
-def is_available() -> bool:
-    return dist.is_available()
 
 
 def get_rank(group: Any = None) -> int:
@@ -141,14 +129,6 @@ def get_world_group() -> Any:
     return dist.group.WORLD
 
 
-def new_group(ranks: list[int]) -> Any:
-    return dist.new_group(ranks)
-
-
-def destroy_process_group(group: Any = None) -> None:
-    dist.destroy_process_group(group)
-
-
 def has_all_gather_into_tensor() -> bool:
     return True
 
@@ -168,9 +148,8 @@ def __getattr__(name: str) -> Any:
 def _without_logging(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return `function`, which ignores the arguments of DeepSpeed's communication logger."""
 
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **{name: value for name, value in kwargs.items() if name not in _LOGGING})
 
-    call.__name__ = function.__name__
-    call.__doc__ = function.__doc__
     return call

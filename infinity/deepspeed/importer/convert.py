@@ -5,7 +5,7 @@ Values are copied in parts, so that memory holds a part of one parameter. The ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from infinity.checkpoint.export import Step
 from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Entry, Index, key
 from infinity.checkpoint.save import pack_client_state
 from infinity.checkpoint.tensors import PART, Spec
@@ -22,17 +23,13 @@ from infinity.deepspeed.importer.optimizer import groups_of, loss_scale_of, opti
 from infinity.deepspeed.importer.states import (
     DAMAGED,
     StoredCheckpoint,
-    StoredParameter,
     damage_named,
     latest_folder,
 )
-from infinity.deepspeed.importer.universal import is_universal, read_universal
+from infinity.deepspeed.importer.unsharded import is_universal, read_universal
 from infinity.deepspeed.importer.zero import read_zero
 from infinity.errors import CheckpointError
 from infinity.rules import MomentFormat, Rule
-
-Step = Callable[[float, str], None]
-"""Progress callback: the fraction done, from 0 to 1, and the current activity."""
 
 _FILE_BYTES = 1 << 30
 """Parameters share a file up to this size."""
@@ -93,7 +90,8 @@ def import_deepspeed(
         groups = groups_of(stored, rule, plain)
         moments = _moment_format(stored)
         tensors = _tensors(stored, rule, moments)
-        files = _files(tensors)
+        shards = packed(tensors, _FILE_BYTES)
+        files = {f"unit-{number:05d}.safetensors": names for number, names in enumerate(shards)}
         index = Index(
             global_steps=_count(stored, "global_steps"),
             parameters=_entries(stored, files),
@@ -191,18 +189,18 @@ def _updates(stored: StoredCheckpoint) -> int:
     return _count(stored, "global_steps") - _count(stored, "skipped_steps")
 
 
-def _files(tensors: Mapping[str, Mapping[str, Spec]]) -> dict[str, list[str]]:
-    """Return file → its parameters."""
+def packed(tensors: Mapping[str, Mapping[str, Spec]], limit: int) -> list[list[str]]:
+    """Return the names for each file of at most `limit` bytes, in order. A larger entry gets a file of its own."""
     files: list[list[str]] = [[]]
     size = 0
     for name, specs in tensors.items():
         nbytes = sum(spec.nbytes for spec in specs.values())
-        if files[-1] and size + nbytes > _FILE_BYTES:
+        if files[-1] and size + nbytes > limit:
             files.append([])
             size = 0
         files[-1].append(name)
         size += nbytes
-    return {f"unit-{number:05d}.safetensors": names for number, names in enumerate(files)}
+    return files
 
 
 def _entries(stored: StoredCheckpoint, files: Mapping[str, list[str]]) -> dict[str, Entry]:
@@ -210,17 +208,12 @@ def _entries(stored: StoredCheckpoint, files: Mapping[str, list[str]]) -> dict[s
     for file, names in files.items():
         for name in names:
             parameter = stored.parameters[name]
-            step = _step(stored, parameter) if parameter.trained else 0
+            step = parameter.step if parameter.trained else 0
+            if step is None:  # an optimizer without a count, such as SGD; or a parameter that has no moments yet
+                step = _updates(stored) if len(parameter.states) > 1 else 0
             dtype = str(parameter.dtype).removeprefix("torch.")
             entries[name] = Entry(parameter.shape, dtype, parameter.trained, file, step)
     return entries
-
-
-def _step(stored: StoredCheckpoint, parameter: StoredParameter) -> int:
-    if parameter.step is not None:
-        return parameter.step
-    # An optimizer without a count, such as SGD; or Adam's, of a parameter that has no moments yet.
-    return _updates(stored) if len(parameter.states) > 1 else 0
 
 
 def _parts(stored: StoredCheckpoint, specs: Mapping[str, Spec], each: str) -> Iterator[torch.Tensor]:

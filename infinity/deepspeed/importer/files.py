@@ -60,12 +60,10 @@ _OF_DEEPSPEED = (
 """Classes that DeepSpeed, and scripts around it, leave in checkpoints."""
 
 
-def _stand_in(name: str) -> type[Inert]:
-    module, _, own = name.partition(" ")
-    return type(own, (Inert,), {"__module__": module, "__qualname__": own})
-
-
-STAND_INS: dict[str, type[Inert]] = {name: _stand_in(name) for name in _OF_DEEPSPEED}
+STAND_INS: dict[str, type[Inert]] = {
+    f"{module} {name}": type(name, (Inert,), {"__module__": module, "__qualname__": name})
+    for module, name in map(str.split, _OF_DEEPSPEED)
+}
 
 
 class AnyTensor(Inert):
@@ -108,12 +106,7 @@ class FileTensor:
 
     @property
     def is_contiguous(self) -> bool:
-        expected, strides = 1, []
-        for size in reversed(self.shape):
-            strides.append(expected)
-            expected *= max(size, 1)
-        pairs = zip(self.shape, self.stride, reversed(strides), strict=True)
-        return all(size <= 1 or own == wanted for size, own, wanted in pairs)
+        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return elements [start, stop) of the flattened tensor, (stop - start,).

@@ -7,8 +7,9 @@ empty parameters and the rank's parts of frozen ones.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,14 @@ from infinity.deepspeed.importer.files import FileTensor, PickleFile, read_pickl
 from infinity.deepspeed.importer.states import (
     DAMAGED,
     Computed,
+    Range,
     StoredCheckpoint,
     StoredParameter,
+    StoredState,
+    check_numel,
     entry,
     inside,
+    part_of,
     shape_of,
     shapes_of,
 )
@@ -30,6 +35,10 @@ from infinity.units.compiled import own_name
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _CANNOT = "which Infinity cannot import: save its state_dict from DeepSpeed, and load that before infinity.initialize"
+TENSOR_PARALLEL = (
+    "belongs to a tensor parallel rank, which Infinity cannot import: save the whole model with one tensor parallel "
+    "rank first"
+)
 _OTHER_FILES = {
     re.compile(r"layer_\d+_expert_.*|expert_\d+_.*|expp_rank_.*"): "experts (MoE)",
     re.compile(r"layer_\d+-model_.*"): "a pipeline",
@@ -91,7 +100,6 @@ class ModelStates:
 
     def checkpoint(
         self,
-        folder: Path,
         parameters: dict[str, StoredParameter],
         param_groups: list[dict[str, Any]],
         loss_scale: Mapping[str, Any],
@@ -116,7 +124,7 @@ class ModelStates:
         progress = {key: value for key, value in self.file.content.items() if key not in ("module", "optimizer")}
         aliases = {alias: name for alias, name in self.aliases.items() if name in parameters}
         return StoredCheckpoint(
-            folder, parameters, tuple(self.module), buffers, aliases, param_groups, progress, loss_scale, self.file
+            self.folder, parameters, tuple(self.module), buffers, aliases, param_groups, progress, loss_scale, self.file
         )
 
 
@@ -131,10 +139,7 @@ def read_model_states(folder: Path) -> list[ModelStates]:
         if matched is None:
             continue
         if int(matched[2]):
-            raise CheckpointError(
-                f"{path} belongs to a tensor parallel rank, which Infinity cannot import: save the whole model with "
-                "one tensor parallel rank first"
-            )
+            raise CheckpointError(f"{path} {TENSOR_PARALLEL}")
         found[matched[1] is not None, int(matched[1] or 0)] = inside(folder, path.name)
     kinds, ranks = {by_rank for by_rank, _ in found}, sorted(rank for _, rank in found)
     if not found:
@@ -152,23 +157,24 @@ def read_model_states(folder: Path) -> list[ModelStates]:
             "missing, copy the files of all ranks"
         )
     for model in models[1:]:
-        if (model.shapes, model.frozen_shapes, list(model.module)) != (
-            models[0].shapes,
-            models[0].frozen_shapes,
-            list(models[0].module),
-        ):
-            raise CheckpointError(
-                f"{model.file.path} has other parameters than {models[0].file.path.name}: copy one checkpoint's files "
-                "into an empty folder"
-            )
-        for count in _COUNTS:
-            own, first = model.file.content.get(count), models[0].file.content.get(count)
-            if own != first:
-                raise CheckpointError(
-                    f"{model.file.path} has {count} {own!r}, and {models[0].file.path.name} {first!r}: files of "
-                    "several steps or runs are mixed, copy all files of one checkpoint again"
-                )
+        _check_alike(model, models[0])
     return models
+
+
+def _check_alike(model: ModelStates, first: ModelStates) -> None:
+    same = model.shapes == first.shapes and model.frozen_shapes == first.frozen_shapes
+    if not same or list(model.module) != list(first.module):
+        raise CheckpointError(
+            f"{model.file.path} has other parameters than {first.file.path.name}: copy one checkpoint's files "
+            "into an empty folder"
+        )
+    for count in _COUNTS:
+        own, firsts = model.file.content.get(count), first.file.content.get(count)
+        if own != firsts:
+            raise CheckpointError(
+                f"{model.file.path} has {count} {own!r}, and {first.file.path.name} {firsts!r}: files of "
+                "several steps or runs are mixed, copy all files of one checkpoint again"
+            )
 
 
 def _model_states(folder: Path, file: PickleFile, *, by_rank: bool) -> ModelStates:
@@ -209,3 +215,27 @@ def _check_supported(content: Mapping[str, Any], path: Path) -> None:
     for way, used in ways.items():
         if used:
             raise CheckpointError(f"{path} belongs to a model with {way}, {_CANNOT}")
+
+
+def frozen(models: Sequence[ModelStates]) -> dict[str, StoredParameter]:
+    """Return the parameters that are not trained. models: of all ranks in stage 3, else of the only file."""
+    first = models[0]
+    if not first.by_rank:
+        return {
+            name: StoredParameter(tensor.shape, tensor.dtype, {"param": StoredState.whole(tensor)})
+            for name, tensor in first.untrained().items()
+        }
+    found = {}
+    for name, shape in first.frozen_shapes.items():
+        ranges: list[Range] = []
+        for rank, model in enumerate(models):
+            fragment, valid = model.fragment(name), part_of(prod(shape), rank, len(models))
+            if fragment.numel < valid or fragment.dtype != first.dtype(name):
+                raise CheckpointError(
+                    f"{model.file.path}: the part of {name} has shape {list(fragment.shape)} and {fragment.dtype}, and "
+                    f"{valid:,} elements of {first.dtype(name)} are expected: {DAMAGED}"
+                )
+            ranges += [Range(fragment, 0, valid)] if valid else []
+        state = check_numel(StoredState(tuple(ranges), shape), name, first.file.path)
+        found[name] = StoredParameter(shape, first.dtype(name), {"param": state})
+    return found

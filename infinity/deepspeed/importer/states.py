@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
+from functools import partial
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import torch
 
 from infinity.checkpoint.format import candidates, check_folder
 from infinity.checkpoint.tensors import PART
-from infinity.deepspeed.importer.files import FileTensor, PickleFile
+from infinity.deepspeed.importer.files import FileTensor, Inert, PickleFile
 from infinity.errors import CheckpointError, InfinityError
 from infinity.inputs import is_file_name, read_input
 
-LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
+_LATEST = "latest", "latest_universal"
 _CONTENT = "*_model_states.pt"
 """Files of every checkpoint, of all stages and universal ones."""
 _LARGEST_TAG = 4096
@@ -50,15 +51,6 @@ class Computed:
         own = self.tensor.read(start, start + master.numel())
         rounded = master.to(own.dtype)
         return bool(((rounded == own) | (rounded.isnan() & own.isnan())).all())
-
-    def check(self, master: torch.Tensor, start: int, file: Path) -> None:
-        """Raise CheckpointError unless `master`, which was read from `file`, matches."""
-        if not self.matches(master, start):
-            raise CheckpointError(
-                f"{file}: the masters of {self.name} do not round to its values in {self.tensor.file}: files of ranks "
-                "were swapped, or are of another step or run; copy all files of the checkpoint again. If the script "
-                "itself wrote to parameters before the save, train one step more with DeepSpeed, and save again"
-            )
 
 
 @dataclass(frozen=True)
@@ -94,8 +86,14 @@ class StoredState:
         for each in self.ranges:
             for start in range(each.start, each.stop, PART):
                 values = each.tensor.read(start, min(start + PART, each.stop))
-                if self.computed is not None:
-                    self.computed.check(values, done, each.tensor.file)
+                computed = self.computed
+                if computed is not None and not computed.matches(values, done):
+                    raise CheckpointError(
+                        f"{each.tensor.file}: the masters of {computed.name} do not round to its values in "
+                        f"{computed.tensor.file}: files of ranks were swapped, or are of another step or run; copy all "
+                        "files of the checkpoint again. If the script itself wrote to parameters before the save, "
+                        "train one step more with DeepSpeed, and save again"
+                    )
                 done += values.numel()
                 yield values if dtype is None else values.to(dtype)
 
@@ -150,30 +148,23 @@ def latest_folder(directory: Path, tag: str | None) -> Path:
     tag: None selects the tag in `latest`, or in `latest_universal`.
     """
     check_folder(directory, "pass the folder given to DeepSpeed's save_checkpoint")
+    found = partial(candidates, directory, _CONTENT, _LATEST)
     if tag is None:
-        for name in (LATEST, LATEST_UNIVERSAL):
-            if (directory / name).is_file():
-                tag = _tag_in(inside(directory, name))
-                break
-    if tag is None:
-        if any(directory.glob(_CONTENT)):
+        latest = next((name for name in _LATEST if (directory / name).is_file()), None)
+        if latest is None and any(directory.glob(_CONTENT)):
             return directory
-        found = candidates(directory, _CONTENT, (LATEST, LATEST_UNIVERSAL))
-        raise CheckpointError(
-            f"{directory} has no file {LATEST!r} and no {_CONTENT}: "
-            + (found or "pass the folder given to DeepSpeed's save_checkpoint")
-        )
+        if latest is None:
+            fix = found() or "pass the folder given to DeepSpeed's save_checkpoint"
+            raise CheckpointError(f"{directory} has no file {_LATEST[0]!r} and no {_CONTENT}: {fix}")
+        tag = _tag_in(inside(directory, latest))
     if not is_file_name(tag) or "\\" in tag:
         raise CheckpointError(
             f"{directory}: the tag {tag!r} is not the name of a folder in it: pass the tag of a checkpoint"
         )
     folder = inside(directory, tag)
     if not folder.is_dir():
-        found = candidates(directory, _CONTENT, (LATEST, LATEST_UNIVERSAL))
-        raise CheckpointError(
-            f"there is no checkpoint {tag!r} in {directory}: "
-            + (found or "it holds none; pass the folder given to DeepSpeed's save_checkpoint")
-        )
+        fix = found() or "it holds none; pass the folder given to DeepSpeed's save_checkpoint"
+        raise CheckpointError(f"there is no checkpoint {tag!r} in {directory}: {fix}")
     return folder
 
 
@@ -230,6 +221,11 @@ def shapes_of(content: Any, path: Path) -> list[dict[str, tuple[int, ...]]]:
     return [{name: shape_of(shape, name, path) for name, shape in group.items()} for group in groups]
 
 
+def numbers_of(groups: list[Any], path: Path) -> list[tuple[Any, Any]]:
+    """Return (group, number of a parameter in the optimizer's state) for every parameter of param_groups."""
+    return [(group, number) for group in groups for number in entry(group, "params", list, path)]
+
+
 def step_of(value: Any, file: PickleFile) -> int:
     """Return a step count, which optimizers save as an int or as a tensor."""
     if isinstance(value, torch.Tensor):
@@ -238,6 +234,18 @@ def step_of(value: Any, file: PickleFile) -> int:
     if isinstance(value, (int, float)) and value >= 0 and value == int(value):
         return int(value)
     raise CheckpointError(f"{file.path}: step is {value!r}, and a count is expected: {DAMAGED}")
+
+
+def part_of(numel: int, rank: int, ranks: int) -> int:
+    """Return the number of elements of a parameter in a rank's part in stage 3, without the padding."""
+    part = ceil(numel / ranks)
+    return min(part, max(0, numel - rank * part))
+
+
+def loss_scaler(content: Any) -> dict[str, Any]:
+    """Return the attributes of the loss scaler in an optimizer's state."""
+    scaler = content.get("loss_scaler")
+    return scaler.attributes if isinstance(scaler, Inert) else {}
 
 
 def check_numel(state: StoredState, name: str, path: Path) -> StoredState:

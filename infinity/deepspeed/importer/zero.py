@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.deepspeed.importer.files import FileTensor, Inert, PickleFile, read_pickle
-from infinity.deepspeed.importer.model import ModelStates, read_model_states
+from infinity.deepspeed.importer.model import TENSOR_PARALLEL, ModelStates, frozen, read_model_states
 from infinity.deepspeed.importer.states import (
     DAMAGED,
     Range,
@@ -25,6 +25,9 @@ from infinity.deepspeed.importer.states import (
     check_numel,
     entry,
     inside,
+    loss_scaler,
+    numbers_of,
+    part_of,
     step_of,
 )
 from infinity.deepspeed.importer.unsharded import read_unsharded
@@ -54,15 +57,8 @@ def read_zero(folder: Path) -> StoredCheckpoint:
             "model: copy the files of all ranks of one checkpoint into an empty folder"
         )
     trained = dict((_of_stage3 if sharded else _of_flat_groups)(models[0], states))
-    return models[0].checkpoint(
-        folder, {**frozen(models), **trained}, states[0].param_groups, loss_scaler(states[0].content)
-    )
-
-
-def loss_scaler(content: Any) -> dict[str, Any]:
-    """Return the attributes of the loss scaler in an optimizer's state."""
-    scaler = content.get("loss_scaler")
-    return scaler.attributes if isinstance(scaler, Inert) else {}
+    parameters = {**frozen(models), **trained}
+    return models[0].checkpoint(parameters, states[0].param_groups, loss_scaler(states[0].content))
 
 
 class _State:
@@ -85,38 +81,23 @@ class _State:
         ]
         base = self.content.get("optimizer_state_dict" if self.stage == 3 else "base_optimizer_state")
         self.param_groups: list[dict[str, Any]] = []
-        self.moments = _moments(base, len(self.masters), file)
-        if isinstance(base, dict):
+        if isinstance(base, list):  # of "elastic" checkpoints
+            found, steps = base, [self.content.get("base_optimizer_state_step")] * len(base)
+        else:
+            states = entry(base, "state", dict, file.path)
             self.param_groups = entry(base, "param_groups", list, file.path)
-        self.steps = self._read_steps()
-
-    def _read_steps(self) -> list[int | None]:
-        """Return the step of each flat tensor, which optimizers save with its moments or with its group."""
-        own = [moments.pop("step", None) for moments in self.moments]
-        of_groups = [
-            group.get("step") for group in self.param_groups for _ in entry(group, "params", list, self.file.path)
-        ] or [self.content.get("base_optimizer_state_step")] * len(own)
-        steps = [of_group if step is None else step for step, of_group in zip(own, of_groups, strict=True)]
-        return [None if step is None else step_of(step, self.file) for step in steps]
-
-
-def _moments(base: Any, groups: int, file: PickleFile) -> list[dict[str, Any]]:
-    """Return the state of each flat tensor, in the order of the masters: name → value."""
-    if isinstance(base, list):  # of "elastic" checkpoints
-        found = base
-    else:
-        states = entry(base, "state", dict, file.path)
-        numbers = [
-            number
-            for group in entry(base, "param_groups", list, file.path)
-            for number in entry(group, "params", list, file.path)
-        ]
-        found = [states.get(number, {}) for number in numbers]
-    if len(found) != groups or not all(isinstance(state, dict) for state in found):
-        raise CheckpointError(
-            f"{file.path} holds the masters of {groups} groups and the moments of {len(found)}: {DAMAGED}"
-        )
-    return [{name: value for name, value in state.items() if value is not None} for state in found]
+            listed = numbers_of(self.param_groups, file.path)
+            found, steps = [states.get(number, {}) for _, number in listed], [group.get("step") for group, _ in listed]
+        if len(found) != len(self.masters) or not all(isinstance(state, dict) for state in found):
+            raise CheckpointError(
+                f"{file.path} holds the masters of {len(self.masters)} groups and the moments of {len(found)}: "
+                f"{DAMAGED}"
+            )
+        self.moments = [{name: value for name, value in state.items() if value is not None} for state in found]
+        """Moments of each flat tensor, in the order of the masters."""
+        steps = [moments.pop("step", step) for moments, step in zip(self.moments, steps, strict=True)]
+        self.steps = [None if step is None else step_of(step, file) for step in steps]
+        """Step of each flat tensor, which optimizers save with its moments or with its group."""
 
 
 def _stage(content: Any, path: Path) -> int:
@@ -136,13 +117,10 @@ def _optimizer_files(folder: Path) -> list[Path]:
         if matched is None:
             continue
         rank, model_rank = int(matched[1]), int(matched[2])
-        if model_rank or rank in found:
-            raise CheckpointError(
-                f"{path} belongs to a tensor parallel rank, which Infinity cannot import: save the whole model with "
-                "one tensor parallel rank first"
-                if model_rank
-                else f"{path}: rank {rank} has another file, {found[rank].name}: remove the stale one"
-            )
+        if model_rank:
+            raise CheckpointError(f"{path} {TENSOR_PARALLEL}")
+        if rank in found:
+            raise CheckpointError(f"{path}: rank {rank} has another file, {found[rank].name}: remove the stale one")
         found[rank] = inside(folder, path.name)
     missing = sorted(set(range(max(found, default=-1) + 1)) - found.keys())
     if missing:
@@ -230,13 +208,12 @@ def _lean(state: _State, number: int, name: str) -> FileTensor:
 
 def _cut(tensors: Sequence[FileTensor], start: int, stop: int) -> tuple[Range, ...]:
     """Return the ranges of elements [start, stop) of the concatenated flat tensors."""
-    ends = list(accumulate(tensor.numel for tensor in tensors))
-    ranges = []
-    for tensor, end in zip(tensors, ends, strict=True):
-        first = end - tensor.numel
-        own = Range(tensor, max(start, first) - first, min(stop, end) - first)
+    ranges, first = [], 0
+    for tensor in tensors:
+        own = Range(tensor, max(start - first, 0), min(stop - first, tensor.numel))
         if own.start < own.stop:
             ranges.append(own)
+        first += tensor.numel
     return tuple(ranges)
 
 
@@ -255,17 +232,15 @@ def _of_stage3(model: ModelStates, states: Sequence[_State]) -> Iterator[tuple[s
     ends = list(accumulate(flat.numel for flat in flats[0]["master"]))
     at = 0
     for name, shape in ((name, shape) for group in model.shapes for name, shape in group.items()):
-        numel, part = prod(shape), parts[name]
         group = next((number for number, end in enumerate(ends) if at < end), len(ends) - 1)
         found = {}
         for kind in flats[0]:
             ranges: list[Range] = []
             for rank, own in enumerate(flats):
-                valid = min(part, max(0, numel - rank * part))
-                ranges += _cut(own[kind], at, at + valid)
+                ranges += _cut(own[kind], at, at + part_of(prod(shape), rank, ranks))
             found[kind] = check_numel(StoredState(tuple(ranges), shape), f"{kind} of {name}", path)
         yield name, StoredParameter(shape, model.dtype(name), found, states[0].steps[group])
-        at += part
+        at += parts[name]
 
 
 def _flats_of_rank(state: _State) -> dict[str, list[FileTensor]]:
@@ -285,29 +260,4 @@ def _flats_of_rank(state: _State) -> dict[str, list[FileTensor]]:
                 )
     if any(set(moments) != names for moments in state.moments):
         raise CheckpointError(f"{state.file.path}: sub-groups have different moments: {DAMAGED}")
-    return found
-
-
-def frozen(models: Sequence[ModelStates]) -> dict[str, StoredParameter]:
-    """Return the parameters that are not trained. models: of all ranks in stage 3, else of the only file."""
-    first = models[0]
-    if not first.by_rank:
-        return {
-            name: StoredParameter(tensor.shape, tensor.dtype, {"param": StoredState.whole(tensor)})
-            for name, tensor in first.untrained().items()
-        }
-    found = {}
-    for name, shape in first.frozen_shapes.items():
-        part, numel, ranges = ceil(prod(shape) / len(models)), prod(shape), []
-        for rank, model in enumerate(models):
-            fragment = model.fragment(name)
-            valid = min(part, max(0, numel - rank * part))
-            if fragment.numel < valid or fragment.dtype != first.dtype(name):
-                raise CheckpointError(
-                    f"{model.file.path}: the part of {name} has shape {list(fragment.shape)} and {fragment.dtype}, and "
-                    f"{valid:,} elements of {first.dtype(name)} are expected: {DAMAGED}"
-                )
-            ranges += [Range(fragment, 0, valid)] if valid else []
-        state = check_numel(StoredState(tuple(ranges), shape), name, first.file.path)
-        found[name] = StoredParameter(shape, first.dtype(name), {"param": state})
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ from torch import nn
 
 from infinity.checkpoint.tensors import WEIGHTS, WEIGHTS_INDEX, Spec, write_tensors
 from infinity.checkpoint.writer import appearing, check_out
-from infinity.deepspeed.importer.convert import read_deepspeed
+from infinity.deepspeed.importer.convert import packed, read_deepspeed
 from infinity.deepspeed.importer.states import StoredState
 from infinity.errors import UsageError
 from infinity.sizes import parse_size
@@ -63,7 +63,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     limit = total if max_shard_size is None else parse_size(max_shard_size)
     if limit <= 0 < total:
         raise UsageError(f"max_shard_size is {max_shard_size!r}: pass a positive size, such as 5GB")
-    shards = _shards(specs, limit)
+    shards = packed({name: {name: spec} for name, spec in specs.items()}, limit)
     weights, index = (WEIGHTS, WEIGHTS_INDEX) if safe_serialization else (_PICKLED, _PICKLED_INDEX)
     stem, _, suffix = weights.rpartition(".")
 
@@ -78,7 +78,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
             file = weights if len(shards) == 1 else f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
             weight_map |= dict.fromkeys(shard, file)
             if safe_serialization:
-                write_tensors(folder / file, shard, parts, {"format": "pt"})
+                write_tensors(folder / file, {name: specs[name] for name in shard}, parts, {"format": "pt"})
             else:
                 torch.save({name: found[name][0].read(found[name][1]) for name in shard}, folder / file)
         if len(shards) > 1:
@@ -113,16 +113,3 @@ def _states(checkpoint_dir: str | Path, tag: str | None, exclude_frozen: bool) -
         elif not exclude_frozen:
             found[name] = parameter.states["param"], parameter.dtype
     return found, {alias: name for alias, name in stored.aliases.items() if name in found}
-
-
-def _shards(specs: Mapping[str, Spec], limit: int) -> list[dict[str, Spec]]:
-    """Return shards of at most `limit` bytes, in order. A larger tensor gets a shard of its own."""
-    shards: list[dict[str, Spec]] = [{}]
-    size = 0
-    for name, spec in specs.items():
-        if shards[-1] and size + spec.nbytes > limit:
-            shards.append({})
-            size = 0
-        shards[-1][name] = spec
-        size += spec.nbytes
-    return shards

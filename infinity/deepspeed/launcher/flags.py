@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -33,103 +33,70 @@ class Flag:
 
 _START = "Start the printed commands with pdsh, srun, mpirun or ssh"
 
-FLAGS = (
-    Flag(
-        ("-H", "--hostfile"),
-        Verdict.TRANSLATED,
-        "File with one host per line, such as `worker-0 slots=4`. Default: `/job/hostfile` if it exists, as in "
-        "DeepSpeed. A named file that does not exist is an error; DeepSpeed would train on this machine alone.",
-    ),
-    Flag(
-        ("-i", "--include"),
-        Verdict.TRANSLATED,
-        "Hosts and slots to use, such as `worker-0@worker-1:0,2`. Default: all.",
-    ),
-    Flag(("-e", "--exclude"), Verdict.TRANSLATED, "Hosts and slots to leave out, in the same syntax. Default: none."),
-    Flag(
-        ("--num_nodes",),
-        Verdict.TRANSLATED,
-        "Use the first N hosts of the hostfile. Default: all. N above their number is an error; DeepSpeed would "
-        "use all.",
-    ),
-    Flag(
-        ("--num_gpus", "--num_accelerators"),
-        Verdict.TRANSLATED,
-        "Use the first N GPUs of each host. Default: all. N above their number is an error. Without GPUs: N ranks "
-        "on the CPU, by default 1.",
-    ),
-    Flag(
-        ("--master_addr",),
-        Verdict.TRANSLATED,
-        "Address of rank 0. Default on one host: 127.0.0.1; on several: the first host's name. DeepSpeed asks "
-        "the first host by ssh.",
-    ),
-    Flag(
-        ("--master_port",),
-        Verdict.TRANSLATED,
-        "Port of rank 0. Default on one host: a free port; on several: 29500. DeepSpeed's default is 29500.",
-    ),
-    Flag(("--node_rank",), Verdict.TRANSLATED, "Start the ranks of host number N, counted from 0, on this machine."),
-    Flag(
-        ("--no_ssh",),
-        Verdict.TRANSLATED,
-        "Needs `--node_rank` on several hosts, as in DeepSpeed. `--node_rank` implies it.",
-    ),
-    Flag(
-        ("--force_multi",),
-        Verdict.TRANSLATED,
-        "Print the command of the hostfile's only host instead of starting its ranks here.",
-    ),
-    Flag(("--module",), Verdict.TRANSLATED, "SCRIPT is a module, as in `python -m`. Short form: `-m`."),
-    Flag(
-        ("--no_python",),
-        Verdict.TRANSLATED,
-        "SCRIPT is an executable, run without `python`. In its Python children `deepspeed` is replaced.",
-    ),
-    Flag(("--no_local_rank",), Verdict.TRANSLATED, "Do not pass `--local_rank=N` as the script's first argument."),
-    Flag(
-        ("--enable_each_rank_log",),
-        Verdict.TRANSLATED,
-        "Write each rank's output to this folder, in torchrun's layout (`--log-dir`, `--redirects 3`).",
-    ),
-    Flag(("--log_level",), Verdict.TRANSLATED, "`warning` and above do not print the command. Default: `info`."),
-    Flag(("-q", "--quiet"), Verdict.TRANSLATED, "Same as `--log_level error`."),
-    Flag(("--no_ssh_check",), Verdict.NO_EFFECT, "No ssh is used."),
-    Flag(("--launcher",), Verdict.REFUSED, f"torchrun is the only launcher. {_START}."),
-    Flag(
-        ("--launcher_args",),
-        Verdict.REFUSED,
-        f"They are arguments of pdsh, mpirun or srun, none of which is started. {_START}.",
-    ),
-    Flag(("--ssh_port",), Verdict.REFUSED, f"No ssh is used. {_START}."),
-    Flag(("--venv_script",), Verdict.REFUSED, "Activate the environment on each host before the printed command."),
-    Flag(
-        ("--save_pid",),
-        Verdict.REFUSED,
-        "Signal the process of `infinity run` itself: it passes SIGINT and SIGTERM on to all ranks.",
-    ),
-    Flag(
-        ("--autotuning",),
-        Verdict.REFUSED,
-        "There is no autotuner. `infinity tune` finds the best section `aio` for a drive; buffer sizes follow from the "
-        "model.",
-    ),
-    Flag(
-        ("--bind_cores_to_rank",),
-        Verdict.REFUSED,
-        "Run the printed command with torchrun's `--numa-binding`, or start ranks under numactl with `--no_python`. "
-        "The engine uses the cores of the rank's affinity.",
-    ),
-    Flag(("--bind_core_list",), Verdict.REFUSED, "Start `infinity run` under `taskset --cpu-list LIST`."),
-    Flag(
-        ("--elastic_training",),
-        Verdict.REFUSED,
-        "Elastic training is not supported. Checkpoints load on any number of ranks: save, and restart with another "
-        "number.",
-    ),
-    Flag(("--min_elastic_nodes",), Verdict.REFUSED, "Elastic training is not supported; see `--elastic_training`."),
-    Flag(("--max_elastic_nodes",), Verdict.REFUSED, "Elastic training is not supported; see `--elastic_training`."),
-)
+_TEXTS = {
+    Verdict.TRANSLATED: {
+        "-H --hostfile": (
+            "File with one host per line, such as `worker-0 slots=4`. Default: `/job/hostfile` if it exists, as in "
+            "DeepSpeed. A named file that does not exist is an error; DeepSpeed would train on this machine alone."
+        ),
+        "-i --include": "Hosts and slots to use, such as `worker-0@worker-1:0,2`. Default: all.",
+        "-e --exclude": "Hosts and slots to leave out, in the same syntax. Default: none.",
+        "--num_nodes": (
+            "Use the first N hosts of the hostfile. Default: all. N above their number is an error; DeepSpeed would "
+            "use all."
+        ),
+        "--num_gpus --num_accelerators": (
+            "Use the first N GPUs of each host. Default: all. N above their number is an error. Without GPUs: N ranks "
+            "on the CPU, by default 1."
+        ),
+        "--master_addr": (
+            "Address of rank 0. Default on one host: 127.0.0.1; on several: the first host's name. DeepSpeed asks "
+            "the first host by ssh."
+        ),
+        "--master_port": (
+            "Port of rank 0. Default on one host: a free port; on several: 29500. DeepSpeed's default is 29500."
+        ),
+        "--node_rank": "Start the ranks of host number N, counted from 0, on this machine.",
+        "--no_ssh": "Needs `--node_rank` on several hosts, as in DeepSpeed. `--node_rank` implies it.",
+        "--force_multi": "Print the command of the hostfile's only host instead of starting its ranks here.",
+        "--module": "SCRIPT is a module, as in `python -m`. Short form: `-m`.",
+        "--no_python": "SCRIPT is an executable, run without `python`. In its Python children `deepspeed` is replaced.",
+        "--no_local_rank": "Do not pass `--local_rank=N` as the script's first argument.",
+        "--enable_each_rank_log": (
+            "Write each rank's output to this folder, in torchrun's layout (`--log-dir`, `--redirects 3`)."
+        ),
+        "--log_level": "`warning` and above do not print the command. Default: `info`.",
+        "-q --quiet": "Same as `--log_level error`.",
+    },
+    Verdict.NO_EFFECT: {"--no_ssh_check": "No ssh is used."},
+    Verdict.REFUSED: {
+        "--launcher": f"torchrun is the only launcher. {_START}.",
+        "--launcher_args": f"They are arguments of pdsh, mpirun or srun, none of which is started. {_START}.",
+        "--ssh_port": f"No ssh is used. {_START}.",
+        "--venv_script": "Activate the environment on each host before the printed command.",
+        "--save_pid": "Signal the process of `infinity run` itself: it passes SIGINT and SIGTERM on to all ranks.",
+        "--autotuning": (
+            "There is no autotuner. `infinity tune` finds the best section `aio` for a drive; buffer sizes follow from "
+            "the model."
+        ),
+        "--bind_cores_to_rank": (
+            "Run the printed command with torchrun's `--numa-binding`, or start ranks under numactl with "
+            "`--no_python`. The engine uses the cores of the rank's affinity."
+        ),
+        "--bind_core_list": "Start `infinity run` under `taskset --cpu-list LIST`.",
+        "--elastic_training": (
+            "Elastic training is not supported. Checkpoints load on any number of ranks: save, and restart with "
+            "another number."
+        ),
+        "--min_elastic_nodes": "Elastic training is not supported; see `--elastic_training`.",
+        "--max_elastic_nodes": "Elastic training is not supported; see `--elastic_training`.",
+    },
+}
+"""Verdict → names of a flag → its effect; of a refused flag, the reason and what to use instead."""
+
+FLAGS = [
+    Flag(tuple(names.split()), verdict, text) for verdict, texts in _TEXTS.items() for names, text in texts.items()
+]
 
 
 def refusal(name: str) -> str | None:
@@ -178,24 +145,12 @@ class Program:
         return ["-m", "infinity.deepspeed", *kind, name, *rank, *arguments]
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Address and port of rank 0. On one host without both: a free port of this machine."""
-
-    address: str | None = None
-    port: int | None = None
-    node: int = 0
-    nodes: int = 1
-
-    def torchrun_arguments(self) -> list[str]:
-        if self.nodes == 1 and self.address is None and self.port is None:
-            return ["--standalone", "--local-addr=127.0.0.1"]
-        nodes = [f"--nnodes={self.nodes}", f"--node-rank={self.node}"] if self.nodes > 1 else []
-        return [
-            *nodes,
-            f"--master-addr={self.address or '127.0.0.1'}",
-            f"--master-port={self.port or DEFAULT_PORT}",
-        ]
+def meeting(address: str | None, port: int | None, node: int = 0, nodes: int = 1) -> list[str]:
+    """Return torchrun's arguments for rank 0's address. On one host without address and port: a free port of it."""
+    if nodes == 1 and address is None and port is None:
+        return ["--standalone", "--local-addr=127.0.0.1"]
+    of_node = [f"--nnodes={nodes}", f"--node-rank={node}"] if nodes > 1 else []
+    return [*of_node, f"--master-addr={address or '127.0.0.1'}", f"--master-port={port or DEFAULT_PORT}"]
 
 
 @dataclass(frozen=True)
@@ -215,20 +170,15 @@ class Command:
 def make_command(
     program: Program,
     ranks: int,
-    meeting: Meeting,
+    meeting: Sequence[str],
     environment: Mapping[str, str],
     logs: str | None = None,
     host: str | None = None,
 ) -> Command:
     """Return the command that starts `ranks` ranks on one host. logs: folder for a log of each rank."""
     logging = [f"--log-dir={logs}", "--redirects=3"] if logs else []
-    arguments = [
-        *meeting.torchrun_arguments(),
-        f"--nproc-per-node={ranks}",
-        *logging,
-        *program.torchrun_arguments(),
-    ]
-    return Command(tuple(arguments), dict(environment), host)
+    arguments = (*meeting, f"--nproc-per-node={ranks}", *logging, *program.torchrun_arguments())
+    return Command(arguments, dict(environment), host)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from infinity.deepspeed.launcher.flags import Command, Meeting, Program, make_command
+from infinity.deepspeed.launcher.flags import Command, Program, make_command, meeting
 from infinity.errors import ConfigError
 
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)(\s.*)?")
@@ -64,7 +64,7 @@ def select_hosts(hosts: Sequence[Host], include: str = "", exclude: str = "") ->
     if not include and not exclude:
         return tuple(hosts)
     option = "--include" if include else "--exclude"
-    named = _parse_filter(option, include or exclude, {host.name: host for host in hosts})
+    named = _parse_filter(option, include or exclude, {host.name: host.slots for host in hosts})
     selected = []
     for host in hosts:
         slots = named.get(host.name, frozenset())
@@ -101,8 +101,8 @@ def limit_hosts(hosts: Sequence[Host], num_nodes: int | None, num_gpus: int | No
     return tuple(replace(host, slots=host.slots[:num_gpus]) for host in hosts)
 
 
-def _parse_filter(option: str, text: str, hosts: Mapping[str, Host]) -> dict[str, frozenset[int]]:
-    """Return host → slots that a filter names. A host without slots stands for all of its slots."""
+def _parse_filter(option: str, text: str, hosts: Mapping[str, tuple[int, ...]]) -> dict[str, frozenset[int]]:
+    """Return host → slots that a filter names. hosts: name → all of its slots, for which a bare name stands."""
     named: dict[str, frozenset[int]] = {}
     whole: set[str] = set()
     problems = []
@@ -115,9 +115,9 @@ def _parse_filter(option: str, text: str, hosts: Mapping[str, Host]) -> dict[str
                 f"{option}: {name!r} is not one of the hosts {known}: write HOST or HOST:SLOT,SLOT, joined by @"
             )
             continue
-        wrong = [number for number in numbers if not _is_slot(number, hosts[name])]
+        wrong = [n for n in numbers if not (n.isascii() and n.isdigit() and int(n) in hosts[name])]
         if wrong:
-            slots = ", ".join(map(str, hosts[name].slots))
+            slots = ", ".join(map(str, hosts[name]))
             problems.append(
                 f"{option}: {name} has the slots {slots}, not {', '.join(map(repr, wrong))}: choose among them"
             )
@@ -127,15 +127,10 @@ def _parse_filter(option: str, text: str, hosts: Mapping[str, Host]) -> dict[str
             continue
         if not colon:
             whole.add(name)
-        slots_named = frozenset(map(int, numbers)) if colon else frozenset(hosts[name].slots)
-        named[name] = named.get(name, frozenset()) | slots_named
+        named[name] = named.get(name, frozenset()).union(map(int, numbers) if colon else hosts[name])
     if problems:
         raise ConfigError(problems)
     return named
-
-
-def _is_slot(text: str, host: Host) -> bool:
-    return text.isascii() and text.isdigit() and int(text) in host.slots
 
 
 _VISIBLE, _THREADS = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
@@ -221,8 +216,8 @@ def _on_this_machine(request: Request, machine: Machine) -> Launch:
         if machine.visible and request.num_gpus:
             notes.append(f"--num_gpus counts the GPUs of {_VISIBLE}={machine.visible}")
     environment = {**({_VISIBLE: devices} if devices else {}), **_threads(ranks, machine)}
-    meeting = Meeting(request.master_addr, request.master_port)
-    command = make_command(request.program, ranks, meeting, environment, request.logs)
+    rank_0 = meeting(request.master_addr, request.master_port)
+    command = make_command(request.program, ranks, rank_0, environment, request.logs)
     return Launch((command,), 0, tuple(notes))
 
 
@@ -286,12 +281,10 @@ def _on_one_of(request: Request, machine: Machine, hosts: tuple[Host, ...], node
 
 def _on_host(request: Request, hosts: tuple[Host, ...], node: int, variables: Mapping[str, str]) -> Command:
     slots = hosts[node].slots
-    several = len(hosts) > 1
-    meeting = Meeting(
-        request.master_addr or (hosts[0].name if several else None), request.master_port, node, len(hosts)
-    )
+    address = request.master_addr or (hosts[0].name if len(hosts) > 1 else None)
+    rank_0 = meeting(address, request.master_port, node, len(hosts))
     environment = {**variables, _VISIBLE: ",".join(map(str, slots))}
-    return make_command(request.program, len(slots), meeting, environment, request.logs, hosts[node].name)
+    return make_command(request.program, len(slots), rank_0, environment, request.logs, hosts[node].name)
 
 
 def _threads(ranks: int, machine: Machine) -> dict[str, str]:

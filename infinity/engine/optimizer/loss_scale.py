@@ -148,10 +148,7 @@ class LossScaler:
         """The present loss scale; 1 in fp32 and bf16."""
         return self._scale.value
 
-    @property
-    def loss_scale(self) -> float:
-        """The present loss scale; 1 in fp32 and bf16."""
-        return self._scale.value
+    loss_scale = cur_scale
 
     @property
     def dynamic(self) -> bool:

@@ -29,8 +29,6 @@ from infinity.comm.dtensor import is_distributed
 from infinity.errors import CheckpointError, ConfigError, ModelError
 from infinity.rules import RULES, Hyper, RuleName
 
-__all__ = ["RULE_KEYS", "SavedGroup", "SavedState", "check_state_dict", "digest", "hyper_of"]
-
 RULE_KEYS = {name for rule in RULES.values() for name in rule.keys}
 """Keys of a param_group that some rule reads."""
 _UNSUPPORTED = ("amsgrad", "maximize")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.format import view
-from infinity.comm.agreement.announcements import Operation
 from infinity.engine.optimizer.state_dict import SavedGroup, SavedState, check_state_dict, digest
 from infinity.engine.parts import EngineParts
 from infinity.errors import RanksError
@@ -27,22 +26,10 @@ _HALF = 1 << 16
 
 
 class TierStates:
-    """Moments and step counts of one engine. Methods are collective, and called between two steps."""
+    """Moments and step counts of one engine. Methods are collective, and called when all states are in their tiers."""
 
-    def __init__(
-        self,
-        parts: EngineParts,
-        config: Config,
-        settle: Callable[[str, Operation], None],
-        changing: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        """settle: begins a call on all ranks and writes all states to their tiers, or raises if a step is incomplete;
-        its first argument begins the error's text. changing: context manager that stops the engine if a transfer in it
-        fails, since only some states are replaced then.
-        """
+    def __init__(self, parts: EngineParts, config: Config) -> None:
         self._parts = parts
-        self._settle = settle
-        self._changing = changing
         self._rule = RULES[config.optimizer.rule]
         self._seed = config.infinity.seed
 
@@ -50,21 +37,25 @@ class TierStates:
         """Return parameter → `step` and moments, fp32 in host memory, unsharded on every rank. Parameters without
         states are left out.
         """
-        self._settle("a state_dict of the optimizer", Operation.READ_OPTIMIZER)
         by_parameter: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         for unit in self._trained():
             by_parameter.update(self._read(unit))
             return_freed_memory()
         return by_parameter
 
-    def load(self, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> list[SavedGroup]:
+    def load(
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        state_dict: Mapping[str, Any],
+        changing: AbstractContextManager[None],
+    ) -> list[SavedGroup]:
         """Validate a state dict for an optimizer with `groups`, load its states into the engine, and return its groups.
 
+        changing: context that stops the engine if a transfer in it fails, since only some states are replaced then.
         Raises errors on all ranks, before any change.
         """
-        self._settle("a state_dict of the optimizer", Operation.LOAD_OPTIMIZER)
         states, saved_groups = self._checked(groups, state_dict)
-        with self._changing():
+        with changing:
             for unit in self._trained():
                 self._write(unit, states)
                 return_freed_memory()

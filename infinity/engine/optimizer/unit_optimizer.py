@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from operator import is_
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
+from infinity.comm.agreement.announcements import Operation
 from infinity.engine.optimizer.loss_scale import LossScale, LossScaleNames
 from infinity.engine.optimizer.state_dict import RULE_KEYS, hyper_of
 from infinity.errors import ConfigError, ModelError, UsageError
@@ -28,6 +28,8 @@ ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple
 
 _OF_OTHERS = RULE_KEYS | {"moments", "master", "amsgrad", "maximize"}
 """Keys of a param_group that some rule or torch.optim reads."""
+_READ = "a state_dict of the optimizer"
+"""Name of `state_dict` and `load_state_dict` in an error."""
 
 
 class _NoStates(dict[Any, Any]):
@@ -57,27 +59,33 @@ class HandedOver(dict[Any, Any]):
     clear = get = items = keys = pop = popitem = setdefault = update = values = _refuse
 
 
+class Trainer(Protocol):
+    """The calls that an optimizer makes to its engine (`infinity.engine.training`)."""
+
+    def apply_gradients(self) -> None: ...
+    def drop_unused_gradients(self) -> None: ...
+    def settle_between_steps(self, what: str, call: Operation) -> None: ...
+    def failing(self) -> AbstractContextManager[None]: ...
+
+
 class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
     """The optimizer of an engine. Its states live in tiers: `state` is empty, and `state_dict` reads the tiers.
 
     param_groups: as in torch.optim. The rule's hyper-parameters (`Rule.keys`) may differ by group. Parameters keep
-    their given order. step, drop: actions of `step` and `zero_grad`. states: those that `state_dict` reads.
-    loss_scale: the engine's.
+    their given order. states: those that `state_dict` reads. loss_scale: the engine's.
     """
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
         hyper: Hyper,
-        step: Callable[[], None],
-        drop: Callable[[], None],
+        engine: Trainer,
         states: TierStates,
         loss_scale: LossScale,
     ) -> None:
         self._is_complete = False
         self._loss_scale = loss_scale
-        self._step = step
-        self._drop = drop
+        self._engine = engine
         self._states = states
         self._shown: dict[Any, Any] = _NoStates()
         self.rule = hyper.rule
@@ -114,7 +122,7 @@ class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
-        self._step()
+        self._engine.apply_gradients()
         return value
 
     @eager
@@ -123,7 +131,7 @@ class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
 
         Raises UsageError between the micro-batches of a step, and if backward has updated units with the gradients.
         """
-        self._drop()
+        self._engine.drop_unused_gradients()
 
     def __getstate__(self) -> dict[str, Any]:
         """Raise UsageError: a copy would hold the values of the whole model without an engine to update it."""
@@ -151,6 +159,7 @@ class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
         Needs host memory for the moments of the whole model on every rank, 8 bytes per parameter with Adam.
         `engine.save_checkpoint` writes them unit by unit instead.
         """
+        self._engine.settle_between_steps(_READ, Operation.READ_OPTIMIZER)
         states = self._states.read()
         listed = [param for group in self.param_groups for param in group["params"]]
         self._shown = {param: states[param] for param in listed if param in states}
@@ -173,7 +182,8 @@ class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
         """
 
         def take(_: torch.optim.Optimizer, saved_dict: dict[str, Any]) -> dict[str, Any]:
-            saved = self._states.load(self.param_groups, saved_dict)
+            self._engine.settle_between_steps(_READ, Operation.LOAD_OPTIMIZER)
+            saved = self._states.load(self.param_groups, saved_dict, self._engine.failing())
             present = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
             numbers = [list(group["params"]) for group in saved_dict["param_groups"]]
             groups = [
@@ -230,15 +240,11 @@ class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
         return [hyper_of(self.rule, group) for group in self.param_groups]
 
 
-def watch_other_optimizers() -> RemovableHandle:
-    """Raise UsageError in steps of other optimizers over parameters of an engine. Return the handle of the hook.
+def refuse_managed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raise UsageError in steps of other optimizers over parameters of an engine, as a hook of all optimizers.
 
     The `.grad` of such parameters is None, and torch.optim silently skips parameters without a gradient.
     """
-    return register_optimizer_step_pre_hook(_refuse_managed)
-
-
-def _refuse_managed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if isinstance(optimizer, UnitOptimizer):
         return
     for parameter in (param for group in optimizer.param_groups for param in group["params"]):

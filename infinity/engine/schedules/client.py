@@ -53,38 +53,29 @@ def check_scheduler(scheduler: Any, *optimizers: torch.optim.Optimizer | None) -
         )
 
 
-class ScheduleArguments:
-    """Checks the arguments of a scheduler's `step` before the update that precedes it."""
+def step_arguments(scheduler: RateScheduler | None, lr_kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the arguments for `scheduler.step`. Call it before the update that precedes the step of the scheduler.
 
-    def __init__(self) -> None:
-        self._scheduler: RateScheduler | None = None
-        self._needed: list[str] = []
-        """Arguments without a default of `_scheduler.step`."""
-
-    def arguments(self, scheduler: RateScheduler | None, lr_kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Return the arguments for `scheduler.step`. Raises UsageError if `lr_kwargs` does not fit."""
-        if scheduler is not self._scheduler:
-            self._scheduler = scheduler
-            self._needed = _needed_arguments(scheduler) if scheduler is not None else []
-        if scheduler is None or not (lr_kwargs or self._needed):
-            return {}
-        kind, given = type(scheduler).__name__, dict(lr_kwargs or {})
-        try:
-            inspect.signature(scheduler.step).bind(**given)
-        except TypeError as error:
-            example = ", ".join(f'"{name}": …' for name in self._needed) or "…"
-            raise UsageError(
-                f"{kind}.step() cannot be called with lr_kwargs = {given}: {error}. Pass "
-                f"engine.step(lr_kwargs={{{example}}}), or leave lr_scheduler out of initialize() and step {kind} "
-                "yourself"
-            ) from None
-        return given
-
-
-def _needed_arguments(scheduler: RateScheduler) -> list[str]:
+    Raises UsageError if `lr_kwargs` does not fit.
+    """
+    if scheduler is None:
+        return {}
+    signature = inspect.signature(scheduler.step)
     flexible = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(scheduler.step).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in flexible]
+    needed = [p.name for p in signature.parameters.values() if p.default is p.empty and p.kind not in flexible]
+    kind, given = type(scheduler).__name__, dict(lr_kwargs or {})
+    if not (given or needed):
+        return {}
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        example = ", ".join(f'"{name}": …' for name in needed) or "…"
+        raise UsageError(
+            f"{kind}.step() cannot be called with lr_kwargs = {given}: {error}. Pass "
+            f"engine.step(lr_kwargs={{{example}}}), or leave lr_scheduler out of initialize() and step {kind} "
+            "yourself"
+        ) from None
+    return given
 
 
 def construct_scheduler(
@@ -107,11 +98,6 @@ if TYPE_CHECKING:
     Warmup = WarmupLR | WarmupDecayLR | WarmupCosineLR
 
 Factor = Callable[[int], float]
-
-_CLASSES: dict[str, Callable[..., RateScheduler]] = {
-    "LRRangeTest": classes.LRRangeTest,
-    "OneCycle": classes.OneCycle,
-}
 
 
 def factor(schedule: Warmup, highest: float) -> Factor:
@@ -137,8 +123,10 @@ def make_scheduler(optimizer: torch.optim.Optimizer, schedule: Scheduler | None,
     """
     if schedule is None:
         return None
-    if schedule.type == "LRRangeTest" or schedule.type == "OneCycle":
-        return _CLASSES[schedule.type](optimizer, **schedule.params.model_dump())
+    if schedule.type == "LRRangeTest":
+        return classes.LRRangeTest(optimizer, **schedule.params.model_dump())
+    if schedule.type == "OneCycle":
+        return classes.OneCycle(optimizer, **schedule.params.model_dump())
     highest = getattr(schedule.params, "warmup_max_lr", None)
     if highest is not None:
         for group in optimizer.param_groups:

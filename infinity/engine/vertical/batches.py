@@ -9,7 +9,7 @@ backward updates nothing either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -24,7 +24,7 @@ from infinity.engine.vertical.checks import BufferChanges, LossFunction, RandomS
 from infinity.engine.vertical.order import Forward, VerticalOrder, backward
 from infinity.engine.vertical.pieces import refused
 from infinity.errors import ModelError, UsageError
-from infinity.grads.held import HeldGradients
+from infinity.grads.collector import HeldGradients
 from infinity.observe.log import logger
 from infinity.plan import pools
 
@@ -70,19 +70,17 @@ class Buffers:
     """The present buffers of a model, to be restored."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._saved = [(module, name, buffer, buffer.clone()) for module, name, buffer in _buffers(model.modules())]
+        self._saved = [
+            (module, name, buffer, buffer.clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
 
     def restore(self) -> None:
         for module, name, buffer, values in self._saved:
             with torch.no_grad():
                 module._buffers[name] = buffer.copy_(values)
-
-
-def _buffers(modules: Iterable[nn.Module]) -> Iterable[tuple[nn.Module, str, torch.Tensor]]:
-    for module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield module, name, buffer
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
@@ -244,9 +242,9 @@ class BatchTrainer:
     def _backward(self, forwards: list[Forward], losses: list[torch.Tensor], held: HeldGradients) -> None:
         parts = self._engine.parts
         assert parts.training is not None
-        runner, step = parts.training.runner, parts.schedule.step
+        collector, step = parts.training.collector, parts.schedule.step
         scaled = self._together.scaled(losses)
-        with self._together.backwards(), runner.in_pieces(held), ExitStack() as piece:
+        with self._together.backwards(), collector.in_pieces(held), ExitStack() as piece:
 
             def begin(micro_batch: int, number: int) -> None:
                 held.begin(micro_batch, number)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from infinity.engine.parts import EngineParts
 from infinity.engine.vertical.pieces import refused
 from infinity.errors import ModelError, UsageError
-from infinity.model.backward import topmost_hooks
+from infinity.model.saved import topmost_hooks
 from infinity.tiers.device import Device
 from infinity.units.compiled import is_compiled
 

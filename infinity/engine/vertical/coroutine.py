@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 
 from infinity import concurrency
 from infinity.interrupts import uninterrupted
@@ -18,13 +18,12 @@ class Cancelled(BaseException):
     """Ends a coroutine at its pause. Not an Exception, which the model's code may catch."""
 
 
-class Coroutine:
-    """Runs `body` in turns with the caller. It inherits the caller's context variables and primitives
+class Coroutine(ABC):
+    """Runs `body`, of a subclass, in turns with the caller. It inherits the caller's context variables and primitives
     (`infinity.concurrency`), but nothing else that is thread-local.
     """
 
-    def __init__(self, body: Callable[[], None]) -> None:
-        self._body: Callable[[], None] | None = body
+    def __init__(self) -> None:
         self._primitives = concurrency.present()
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
         self._error: BaseException | None = None
@@ -33,6 +32,10 @@ class Coroutine:
         self._before, self._context = contextvars.copy_context(), contextvars.copy_context()
         # The model's code runs in it, so its name is none of the engine's own threads (`infinity.observe.recorder`).
         self._thread = threading.Thread(target=self._context.run, args=(self._run,), name="micro-batch", daemon=True)
+
+    @abstractmethod
+    def body(self) -> None:
+        """Called once, in a thread of its own."""
 
     @property
     def has_set_context(self) -> bool:
@@ -78,11 +81,9 @@ class Coroutine:
         self._error = None
 
     def _run(self) -> None:
-        body, self._body = self._body, None  # which may refer to this object
-        assert body is not None
         try:
             with concurrency.using(self._primitives):
-                body()
+                self.body()
         except Cancelled:
             pass
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread

@@ -20,7 +20,7 @@ from infinity.engine.vertical.checks import BufferChanges
 from infinity.engine.vertical.coroutine import Coroutine
 from infinity.engine.vertical.pieces import Boundary, Graph, backward_passes, refused
 from infinity.errors import ModelError
-from infinity.grads.held import HeldGradients
+from infinity.grads.collector import HeldGradients
 from infinity.interrupts import uninterrupted
 from infinity.units import residents
 
@@ -29,7 +29,7 @@ LossOf = Callable[[Any], torch.Tensor]
 """Batch → its loss, by a forward of the model."""
 
 
-class Forward:
+class Forward(Coroutine):
     """The forward of one micro-batch, which pauses in front of each block."""
 
     def __init__(self, batch: Any, loss_of: LossOf, parts: EngineParts) -> None:
@@ -42,9 +42,9 @@ class Forward:
         self._loss_of = loss_of
         self._as_caller = parts.device.like_this_thread()
         self._scope = parts.runner.scope
-        self._coroutine = Coroutine(self._run)
+        super().__init__()
 
-    def _run(self) -> None:
+    def body(self) -> None:
         with self._as_caller:
             self._scope.hand_over()
             self.loss = self._loss_of(self._batch)
@@ -52,7 +52,7 @@ class Forward:
     def advance(self) -> None:
         """Run to the next block, or to the end."""
         try:
-            self._coroutine.resume()
+            self.resume()
         except Exception as error:
             if self._refusal is not None and error is not self._refusal:
                 raise self._refusal from error  # the model's code raised another one in its place
@@ -65,7 +65,7 @@ class Forward:
     def cancel(self) -> None:
         """End the forward, and drop its graph."""
         try:
-            self._coroutine.cancel()
+            super().cancel()
         finally:
             self._scope.hand_over()
             self.boundaries, self.loss, self._refusal = [], None, None
@@ -100,22 +100,13 @@ class Forward:
                 self._refusal = error
                 raise
         self.boundaries.append(boundary)
-        self._coroutine.pause()
+        self.pause()
         self._scope.hand_over()
         return values
 
     def _refuse(self, reason: str) -> NoReturn:
         self._refusal = self._refusal or refused(reason)
         raise self._refusal
-
-    @property
-    def has_ended(self) -> bool:
-        return self._coroutine.has_ended
-
-    @property
-    def has_set_context(self) -> bool:
-        """Return whether the forward has ended with other context variables, which the next one would inherit."""
-        return self.has_ended and self._coroutine.has_set_context
 
     @property
     def pieces(self) -> list[Sequence[torch.Tensor]]:
@@ -171,7 +162,7 @@ class VerticalOrder:
         count = len(self.blocks)
         if forward.has_ended and stage <= count:
             raise refused(f"a forward ended before blocks[{min(stage, count - 1)}] had run")
-        if forward.has_set_context:
+        if forward.has_ended and forward.has_set_context:
             raise refused("the model's forward sets context variables, which the next micro-batch would read")
 
     def _pausing(self, number: int, last: int, call: Call) -> Call:
@@ -205,7 +196,9 @@ class VerticalOrder:
                             raise refused("a leaf outside of the model is used by several blocks")
                         continue
                     of_unit.setdefault(unit.index, set()).update(graph.edges[key])
-                    _check_sum(sorted(graph.edges[key].items()))
+                    if any(count > 1 for _, count in sorted(graph.edges[key].items())[1:]):
+                        # Autograd would not sum the leaf's gradients in the order of pieces.
+                        raise refused("a parameter of several blocks is used more than once in one of them")
                 for index, numbers in of_unit.items():
                     if last.setdefault(index, max(numbers)) != max(numbers):
                         raise refused("micro-batches use parameters in different blocks")
@@ -234,12 +227,6 @@ def backward(
             begin(number, piece)
             forward.boundaries.pop().run()
             end()
-
-
-def _check_sum(edges: Sequence[tuple[int, int]]) -> None:
-    """Raise ModelError unless autograd sums a leaf's gradients in the order of pieces. edges: (piece, number)."""
-    if any(number > 1 for _, number in edges[1:]):
-        raise refused("a parameter of several blocks is used more than once in one of them")
 
 
 @contextmanager

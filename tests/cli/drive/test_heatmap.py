@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from infinity.cli.drive.heatmap import Cell, picture_formats, plot_sweep
+from infinity.cli.console import picture_formats
+from infinity.cli.drive.heatmap import plot_sweep
+from infinity.cli.drive.search import Setting
 
 MIB = 1 << 20
 
@@ -14,7 +16,7 @@ MIB = 1 << 20
 def test_draws_a_png_with_the_best_marked(tmp_path: Path, engines: list[str]) -> None:
     image = pytest.importorskip("matplotlib.image")
     figures = {
-        Cell(engine, threads, depth, block): 1.0 + threads + depth / 16
+        Setting(threads, depth, block, engine): 1.0 + threads + depth / 16
         for engine in engines
         for threads in (1, 2)
         for depth in (4, 8, 16)
@@ -22,7 +24,7 @@ def test_draws_a_png_with_the_best_marked(tmp_path: Path, engines: list[str]) ->
         if threads * depth * block <= 32 * MIB
     }
     path = tmp_path / "new" / "sweep.png"
-    plot_sweep(path, figures, best=Cell("libaio", 1, 8, MIB), title="Mixed", subtitle="/mnt")
+    plot_sweep(path, figures, best=Setting(1, 8, MIB, "libaio"), title="Mixed", subtitle="/mnt")
     pixels = (image.imread(path)[..., :3] * 255).round().astype(int)
     assert pixels.shape[1] >= 1000 and pixels.shape[0] >= 400
     assert (pixels == (0xE4, 0x57, 0x2E)).all(-1).sum() > 300  # the frame of the best
@@ -31,7 +33,7 @@ def test_draws_a_png_with_the_best_marked(tmp_path: Path, engines: list[str]) ->
 
 def test_titles_are_text_as_it_is(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    only = Cell("io_uring", 1, 32, MIB)
+    only = Setting(1, 32, MIB, "io_uring")
     plot_sweep(tmp_path / "sweep.svg", {only: 1.0}, best=only, title="$x_{$", subtitle="$\\frac{$ 漢字")
     assert (tmp_path / "sweep.svg").stat().st_size > 5000
 
@@ -45,6 +47,6 @@ def test_the_formats_are_those_of_matplotlib(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_single_figure_is_drawn_too(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    only = Cell("io_uring", 1, 32, 123 * 4096)
+    only = Setting(1, 32, 123 * 4096, "io_uring")
     plot_sweep(tmp_path / "sweep.png", {only: 12.34}, best=only, title="Mixed")
     assert (tmp_path / "sweep.png").stat().st_size > 5000

@@ -17,7 +17,7 @@ import pytest
 
 from infinity.cli.drive import measure
 from infinity.cli.drive.measure import OPS, Bench, Op, Workload, percentile
-from infinity.cli.drive.pattern import PAGE, PERIOD, Pattern
+from infinity.cli.drive.pattern import PAGE, PERIOD, Contents
 from infinity.errors import OutOfMemoryError, OutOfSpaceError, StorageError
 from infinity.native import _aio
 
@@ -230,11 +230,11 @@ def test_striped_over_two_folders(tmp_path: Path) -> None:
 
 
 def test_words_of_the_pattern_are_different() -> None:
-    pattern = Pattern(MIB)
+    pattern = Contents(PAGE, MIB)
     words = pattern.expected(0, PERIOD, 0).view(np.uint64)[::61]  # all would take seconds
     assert len(np.unique(words)) == len(words)
     assert (pattern.expected(PERIOD - PAGE, MIB, 0)[PAGE:] == pattern.expected(0, MIB - PAGE, 0)).all()
-    assert pattern.nbytes == PERIOD + MIB and pattern.address % PAGE == 0
+    assert pattern.memory.numel() == PERIOD + MIB and pattern.memory.data_ptr() % PAGE == 0
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
