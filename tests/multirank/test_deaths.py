@@ -52,7 +52,7 @@ PLAIN = [("forward", "killed", 3), ("backward", "stopped", 0)]
 
 @pytest.mark.parametrize(
     ("where", "how", "stage"),
-    [pytest.param(*case, marks=[] if case in PLAIN else [pytest.mark.campaign]) for case in CASES],
+    [pytest.param(*case, marks=[] if case in PLAIN else [pytest.mark.campaign(few=2)]) for case in CASES],
 )
 def test_a_rank_that_is_lost(mortal: Group, where: str, how: str, stage: int, tmp_path: Path) -> None:
     """Found by the heartbeat, and not by the two minutes of the process group."""
@@ -77,7 +77,7 @@ FAILURES = [(where, how, stage) for where in WHERE for how in FAILED for stage i
 @pytest.mark.parametrize(
     ("where", "how", "stage"),
     [
-        pytest.param(*case, marks=[] if case in pairwise_cover(FAILURES)[:3] else [pytest.mark.campaign])
+        pytest.param(*case, marks=[] if case in pairwise_cover(FAILURES)[:3] else [pytest.mark.campaign(few=2)])
         for case in FAILURES
     ],
 )

@@ -68,7 +68,7 @@ def matrix() -> Iterator[Any]:
         name = f"stage {stage}, {precision}, accumulation {accumulation}, clip {clip}, {ranks} ranks"
         marks = [] if family in COVER else [pytest.mark.slow]
         if ranks == 4:
-            marks.append(pytest.mark.campaign)
+            marks.append(pytest.mark.campaign(few=2))
         yield pytest.param(*family, id=name, marks=marks)
 
 
