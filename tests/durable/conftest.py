@@ -9,7 +9,7 @@ import pytest
 from support.ranks import Group
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def groups() -> Iterator[dict[int, Group]]:
     found = {size: Group(size) for size in (1, 2, 4)}
     yield found

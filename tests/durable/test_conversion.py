@@ -17,7 +17,7 @@ def run(groups: dict[int, Group], case: Any, ranks: int, folder: Path, **options
     return groups[ranks].run(case, folder=str(folder), ranks=ranks, **options)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 4), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(2, 4, marks=pytest.mark.slow), (1, 2)])
 def test_another_number_of_ranks_loads_the_committed_bits(
     groups: dict[int, Group], before: int, after: int, tmp_path: Path
 ) -> None:
@@ -31,7 +31,7 @@ def test_another_number_of_ranks_loads_the_committed_bits(
     assert_same(again["loaded"], found["end"])
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 4), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(2, 4, marks=pytest.mark.slow), (1, 2)])
 def test_a_killed_run_goes_on_with_other_ranks_as_if_it_had_not_ended(
     groups: dict[int, Group], before: int, after: int, tmp_path: Path
 ) -> None:
@@ -55,8 +55,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("steps", [2, 3], ids=["slot 1", "slot 0"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "steps"), [(layout, 2 + number % 2) for number, layout in enumerate(LAYOUTS)])
 def test_another_layout_loads_the_committed_bits(
     groups: dict[int, Group], layout: str, steps: int, tmp_path: Path
 ) -> None:
@@ -80,8 +79,17 @@ def test_moments_are_converted_as_those_of_a_checkpoint(
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("where", ["before the commit", "before the record", "before the removal"])
-@pytest.mark.parametrize(("before", "after", "last"), [(2, 1, 1), (1, 2, 4)])
+@pytest.mark.parametrize(
+    ("before", "after", "last", "where"),
+    [
+        (2, 1, 1, "before the commit"),
+        (1, 2, 2, "before the record"),
+        (2, 1, 1, "before the removal"),
+        pytest.param(1, 2, 4, "before the commit", marks=pytest.mark.slow),
+        pytest.param(2, 1, 1, "before the record", marks=pytest.mark.slow),
+        pytest.param(1, 2, 4, "before the removal", marks=pytest.mark.slow),
+    ],
+)
 def test_a_crash_while_a_run_is_converted_loses_nothing(
     groups: dict[int, Group], before: int, after: int, last: int, where: str, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,11 @@ FOLDER = "run/0001"
 STATES, MANIFEST, LOCK = f"{FOLDER}/rank-00000.states", f"{FOLDER}/rank-00000.json", "run/rank-00000.lock"
 RECORDS = [f"{FOLDER}/rank-00000.record-{slot}" for slot in (0, 1)]
 Change = Callable[[Path], object]
+
+
+@cache
+def undisturbed(**options: Any) -> Result:
+    return uninterrupted(engine_config(**options))
 
 
 def opened(folder: Path | list[Path], **options: Any) -> TrainingEngine:
@@ -108,7 +114,7 @@ def test_a_commit_that_nothing_would_find_is_one_error_and_no_step_is_lost(
     change: Change, problem: str, nvme: Path, tmp_path: Path
 ) -> None:
     """The next step raises the error, which names file and fix; the states can be saved and loaded."""
-    expected = uninterrupted(engine_config(folder=nvme))
+    expected = undisturbed()
     engine = opened(nvme)
     text, steps = until_refused(engine, lambda: change(nvme))
     assert steps == 4 and f"step 3 was not committed to {nvme / 'run'}: " in text
@@ -127,13 +133,15 @@ def test_a_commit_that_nothing_would_find_is_one_error_and_no_step_is_lost(
         closed(engine)
 
 
-@pytest.mark.parametrize(("param", "optim"), [("cpu", "nvme"), ("cpu", "cpu"), ("none", "none")])
-@pytest.mark.parametrize("options", [{}, {"clip": 0.5}, {"update": "after_backward"}], ids=str)
+@pytest.mark.parametrize(
+    ("param", "optim", "options"),
+    [("cpu", "nvme", {}), ("cpu", "cpu", {"clip": 0.5}), ("none", "none", {"update": "after_backward"})],
+)
 def test_states_in_every_tier_are_saved_after_it(
     param: str, optim: str, options: dict[str, Any], nvme: Path, tmp_path: Path
 ) -> None:
     placed: dict[str, Any] = {"param": param, "optim": optim, **options}
-    expected = uninterrupted(engine_config(folder=nvme, **placed))
+    expected = undisturbed(**placed)
     engine = opened(nvme, **placed)
     _, steps = until_refused(engine, lambda: os.unlink(nvme / STATES))
     engine.save_checkpoint(tmp_path / "saved", background=True)
@@ -162,7 +170,7 @@ def test_each_file_of_a_stripe_is_checked(number: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("of", ["run", FOLDER, STATES])
 def test_files_that_are_moved_back_are_committed_again(of: str, nvme: Path) -> None:
-    expected = uninterrupted(engine_config(folder=nvme))
+    expected = undisturbed()
     engine = opened(nvme)
     until_refused(engine, lambda: moved(nvme / of))
     commit(engine)
@@ -176,7 +184,7 @@ def test_files_that_are_moved_back_are_committed_again(of: str, nvme: Path) -> N
 
 def test_a_kill_after_files_are_moved_away_loses_no_commit(nvme: Path) -> None:
     """Updates go on in the slots that are not committed."""
-    expected = uninterrupted(engine_config(folder=nvme))
+    expected = undisturbed()
     engine = opened(nvme)
     _, steps = until_refused(engine, lambda: moved(nvme / "run"))
     for number in range(steps, steps + 2):
@@ -205,7 +213,7 @@ HEALED: dict[str, Change] = {
 @pytest.mark.parametrize("change", HEALED.values(), ids=HEALED)
 def test_small_files_are_written_again(change: Change, nvme: Path) -> None:
     """The process has their contents in memory, so the next commit restores them, with the lock."""
-    expected = uninterrupted(engine_config(folder=nvme))
+    expected = undisturbed()
 
     engine = opened(nvme)
     losses = go_on(engine, 0, 4, once_committed(engine, lambda: change(nvme)))
@@ -219,15 +227,15 @@ def test_small_files_are_written_again(change: Change, nvme: Path) -> None:
 def test_a_lock_that_another_process_has_taken_ends_the_run(nvme: Path) -> None:
     """Two processes would write the same files otherwise."""
     script = (
-        "import sys; from pathlib import Path; from infinity.durable.folder import Lock\n"
-        "held = Lock(Path(sys.argv[1]), 0); print(flush=True); input()"
+        "import fcntl, os, sys; held = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)\n"
+        "fcntl.flock(held, fcntl.LOCK_EX); print(flush=True); input()"
     )
     others: list[subprocess.Popen[str]] = []
 
     def taken() -> None:
         os.unlink(nvme / LOCK)
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        others.append(subprocess.Popen([sys.executable, "-c", script, str(nvme / "run")], **pipes))
+        others.append(subprocess.Popen([sys.executable, "-c", script, str(nvme / LOCK)], **pipes))
         assert others[0].stdout is not None and others[0].stdout.readline() == "\n"
 
     engine = opened(nvme)

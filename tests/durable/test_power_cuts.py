@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "in host memory": {"param": "cpu", "optim": "cpu", "clip": 0.5},
     "bf16, 8 bit": {"bf16": True, "moments": "8bit"},
 }
+Undisturbed = Callable[[int], tuple[list[Log], list[Trained]]]
 RANKS = pytest.mark.parametrize("ranks", [1, 2])
 OPTIONS = pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 ENDS = (End(2, (0,), after_write=False), End(4, (1,), after_write=True))
@@ -46,17 +48,34 @@ def trained(
     return [log for log, _ in found], [expected for _, expected in found]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(groups: dict[int, Group], tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Number of ranks → `trained` for five steps without options."""
+
+    @cache
+    def of(ranks: int) -> tuple[list[Log], list[Trained]]:
+        return trained(groups[ranks], tmp_path_factory.mktemp("undisturbed"), 5)
+
+    return of
+
+
 def cut(logs: Sequence[Log], folder: Path, *, seeded: int, seed: int) -> Counts:
     (folder / "records").mkdir(exist_ok=True)
     return replay(logs, folder / "records", seeded=seeded, seed=seed)
 
 
-@RANKS
-@OPTIONS
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        pytest.param(ranks, case, marks=[] if (ranks == 2) == (number in (0, 1)) else [pytest.mark.slow])
+        for number, case in enumerate(CASES)
+        for ranks in (1, 2)
+    ],
+)
 def test_a_power_cut_leaves_the_last_commit_whole(
-    groups: dict[int, Group], tmp_path: Path, ranks: int, options: dict[str, Any]
+    groups: dict[int, Group], tmp_path: Path, ranks: int, case: str
 ) -> None:
-    logs, _ = trained(groups[ranks], tmp_path, 5, **options)
+    logs, _ = trained(groups[ranks], tmp_path, 5, **CASES[case])
     counts = cut(logs, tmp_path, seeded=4, seed=1)
     assert counts.cuts > 100 * ranks and counts.at_once > 30 * ranks
     assert {*counts.steps} <= {0, 1}
@@ -82,14 +101,16 @@ def test_power_cuts_in_twenty_steps_leave_the_last_commit_whole(
 
 
 @RANKS
-def test_training_goes_on_bit_identical(groups: dict[int, Group], tmp_path: Path, ranks: int) -> None:
+def test_training_goes_on_bit_identical(
+    groups: dict[int, Group], undisturbed: Undisturbed, tmp_path: Path, ranks: int
+) -> None:
     """Real starts from drawn cuts, of moments that are possible together."""
     steps, draw = 5, random.Random(3)
     (tmp_path / "records").mkdir()
-    logs, expected = trained(groups[ranks], tmp_path, steps)
+    logs, expected = undisturbed(ranks)
     of_ranks = [moments(log, tmp_path / "records", 1, draw) for log in logs]
     starts = set()
-    for number in range(6):
+    for number in range(4):
         while not are_possible(chosen := [draw.choice(own) for own in of_ranks]):
             pass
         folder = tmp_path / f"cut-{number}"
@@ -118,20 +139,20 @@ def restore(log: Log, files: Files, folder: Path) -> None:
 # -- the replay finds what would be wrong ------------------------------------------------------------------------------
 
 
-@RANKS
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_record_that_is_written_before_its_states_is_found(
-    groups: dict[int, Group], tmp_path: Path, ranks: int
+    undisturbed: Undisturbed, tmp_path: Path, ranks: int
 ) -> None:
     """Without the sync of states before the record, a power cut leaves a record of other bytes."""
-    logs, _ = trained(groups[ranks], tmp_path, 5)
+    logs, _ = undisturbed(ranks)
     unsynced = [replace(log, events=[e for e in log.events if e != Sync(STATES)], order=None) for log in logs]
     with pytest.raises(AssertionError, match=r"is not whole|is lost"):
         cut(unsynced, tmp_path, seeded=20, seed=1)
 
 
-def test_ranks_that_go_on_without_an_agreement_are_found(groups: dict[int, Group], tmp_path: Path) -> None:
+def test_ranks_that_go_on_without_an_agreement_are_found(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """If a commit did not wait for the record of every rank, a rank could be two commits ahead of another."""
-    logs, _ = trained(groups[2], tmp_path, 5)
+    logs, _ = undisturbed(2)
     apart = [
         replace(
             log, order=None, events=[e for e in log.events if not (isinstance(e, Enter | Leave) and e.kind == "commit")]

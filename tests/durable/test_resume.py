@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -36,6 +35,7 @@ from support.late_device import LateDevice
 from support.late_disk import LateTransfer
 from support.loops import Result, assert_same, open_engine, parameters_of
 from support.models import VOCABULARY, Stack, seeded
+from support.ranks import Group, RankFailed
 
 STEPS = 6
 
@@ -43,8 +43,8 @@ STEPS = 6
 class Noisy(Stack):
     """A stack with dropout and a buffer that changes in each forward."""
 
-    def __init__(self) -> None:
-        super().__init__(32, 4)
+    def __init__(self, depth: int) -> None:
+        super().__init__(32, depth)
         self.register_buffer("seen", torch.zeros(2))
         self.drop = nn.Dropout(0.1)
         self.run = lambda block, x: self.drop(block(x))
@@ -54,9 +54,9 @@ class Noisy(Stack):
         return super().forward(tokens, targets)
 
 
-def model() -> Noisy:
+def model(depth: int = 2) -> Noisy:
     torch.manual_seed(0)
-    return Noisy()
+    return Noisy(depth)
 
 
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,8 +146,7 @@ OPTIONS = {
     "after backward": {"update": "after_backward", "clip": 0.5},
     "bf16, 8 bit": {"bf16": True, "moments": "8bit"},
     "bf16, fp32 masters": {"bf16": True, "master": "fp32", "clip": 0.5},
-    "tiles": {"tile_size": 4096, "clip": 0.5},
-    "checksums": {"aio": {"checksum": True}},
+    "tiles, checksums": {"tile_size": 4096, "clip": 0.5, "aio": {"checksum": True}},
 }
 
 
@@ -172,7 +171,13 @@ def test_a_crash_after_any_step_resumes_the_last_commit(tmp_path: Path, options:
         shutil.rmtree(copy)
 
 
-@pytest.mark.parametrize(("param", "optim"), PLACEMENTS)
+def placements(alike: bool) -> list[Any]:
+    """All of PLACEMENTS; those on a diagonal of the tiers of parameters and optimizer states are not slow."""
+    chosen = [PLACEMENTS[4 * n] if alike else PLACEMENTS[3 * n + (n + 1) % 3] for n in range(3)]
+    return [pytest.param(*each, marks=[] if each in chosen else [pytest.mark.slow]) for each in PLACEMENTS]
+
+
+@pytest.mark.parametrize(("param", "optim"), placements(alike=False))
 def test_states_in_every_tier_are_durable(tmp_path: Path, param: str, optim: str) -> None:
     options: dict[str, Any] = {"param": param, "optim": optim, "clip": 0.5}
     expected = uninterrupted(engine_config(folder=tmp_path, **options))
@@ -182,7 +187,7 @@ def test_states_in_every_tier_are_durable(tmp_path: Path, param: str, optim: str
     assert assert_resumes(tmp_path, losses, 3, expected, **options) == 3
 
 
-@pytest.mark.parametrize(("param", "optim"), PLACEMENTS)
+@pytest.mark.parametrize(("param", "optim"), placements(alike=True))
 def test_states_of_a_device_with_late_copies_are_durable(tmp_path: Path, param: str, optim: str) -> None:
     options: dict[str, Any] = {"param": param, "optim": optim}
     ends = []
@@ -200,7 +205,7 @@ def test_states_of_a_device_with_late_copies_are_durable(tmp_path: Path, param: 
         assert_same(Result([], engine.state_dict()), Result([], ends[0]))
 
 
-@pytest.mark.parametrize(("param", "optim"), [("cpu", "cpu"), ("none", "cpu"), ("cpu", "nvme"), ("none", "none")])
+@pytest.mark.parametrize(("param", "optim"), [("none", "cpu"), ("cpu", "nvme"), ("none", "none")])
 def test_a_late_commit_misses_no_update_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, param: str, optim: str
 ) -> None:
@@ -318,25 +323,17 @@ def test_states_that_were_cut_short_are_refused(tmp_path: Path) -> None:
             open_engine(model(), engine_config(folder=tmp_path, durable=True))
 
 
-def test_a_killed_process_resumes(tmp_path: Path) -> None:
-    script = (
-        "import os, sys, torch; sys.path[:0] = [sys.argv[2]]; from test_resume import *\n"
-        "from pathlib import Path\n"
-        "engine = open_engine(model(), engine_config(folder=Path(sys.argv[1]), durable=True))\n"
-        "torch.manual_seed(1)\n"
-        "go_on(engine, 0, 6, lambda number: os.kill(os.getpid(), 9) if number == 4 else None)\n"
-    )
-    torch.set_num_threads(1)
+def killed(rank: int, *, folder: str) -> None:
+    """Train in a process that SIGKILL ends after step 4."""
+    engine = open_engine(model(), engine_config(folder=folder, durable=True))
+    torch.manual_seed(1)
+    go_on(engine, 0, 6, lambda number: os.kill(os.getpid(), signal.SIGKILL) if number == 4 else None)
+
+
+def test_a_killed_process_resumes(groups: dict[int, Group], tmp_path: Path) -> None:
     expected = uninterrupted(engine_config(folder=tmp_path))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parent)],
-        env=environment,
-        timeout=100,
-        check=False,
-        capture_output=True,
-    )
-    assert ended.returncode == -9, ended.stderr.decode()
+    with pytest.raises(RankFailed, match="the process ended"):
+        groups[1].run(killed, folder=str(tmp_path))
     assert assert_resumes(tmp_path, expected.losses[:4], 3, expected) in (3, 4)
 
 
@@ -400,7 +397,7 @@ def test_edits_before_a_step_are_part_of_it(tmp_path: Path) -> None:
             engine.step()
 
     def frozen() -> Noisy:
-        made = model()
+        made = model(4)
         made.embedding.weight.requires_grad_(False)
         return made
 
@@ -418,8 +415,7 @@ def test_edits_before_a_step_are_part_of_it(tmp_path: Path) -> None:
         assert_same(Result([], parameters_of(engine)), Result([], expected))
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.parametrize("update", ["during_backward", "next_forward", "after_backward"])
+@pytest.mark.parametrize(("update", "clip"), [("during_backward", 0.0), ("next_forward", 0.5), ("after_backward", 0.0)])
 def test_a_commit_waits_for_no_edit_that_waits_for_it(update: str, clip: float, tmp_path: Path) -> None:
     """On an accelerator, a thread compares the 16-bit parameters of an update while the step is being committed."""
     ends = []
@@ -428,7 +424,7 @@ def test_a_commit_waits_for_no_edit_that_waits_for_it(update: str, clip: float, 
     for folder, durable in ((tmp_path / "plain", False), (tmp_path / "durable", True)):
         folder.mkdir()
         config = engine_config(folder=folder, durable=durable, update=update, bf16=True, clip=clip, cache_bytes=1 << 20)
-        with open_engine(model(), config, LateDevice()) as engine:
+        with open_engine(model(4), config, LateDevice()) as engine:
             torch.manual_seed(1)
             for number in range(4):
                 with torch.no_grad():
@@ -437,14 +433,14 @@ def test_a_commit_waits_for_no_edit_that_waits_for_it(update: str, clip: float, 
                 go_on(engine, number, number + 1)
             ends.append(engine.state_dict())
     assert_same(Result([], ends[1]), Result([], ends[0]))
-    with open_engine(model(), config, LateDevice()) as engine:
+    with open_engine(model(4), config, LateDevice()) as engine:
         assert engine.resume() == {"next": 4}
         assert_same(Result([], engine.state_dict()), Result([], ends[0]))
 
 
 def test_an_edit_that_a_commit_cannot_leave_out_is_refused(tmp_path: Path) -> None:
     """The update of another unit waits for the next forward, so the step is not committed when the edit is written."""
-    with open_engine(model(), engine_config(folder=tmp_path, durable=True, clip=0.5, prefetch_bytes=0)) as engine:
+    with open_engine(model(4), engine_config(folder=tmp_path, durable=True, clip=0.5, prefetch_bytes=0)) as engine:
         go_on(engine, 0, 3)
         with pytest.raises(UsageError, match="after_backward"), torch.no_grad():
             for parameter in engine.module.parameters():
@@ -462,7 +458,7 @@ def test_gathered_parameters_are_edited_while_updates_are_due(tmp_path: Path) ->
     losses = []
     for durable in (False, True):
         config = engine_config(folder=tmp_path, durable=durable, clip=0.5, prefetch_bytes=0)
-        with open_engine(model(), config) as engine:
+        with open_engine(model(4), config) as engine:
             torch.manual_seed(1)
             losses.append(go_on(engine, 0, 3))
             halve(engine)
@@ -474,7 +470,7 @@ def test_gathered_parameters_are_edited_while_updates_are_due(tmp_path: Path) ->
 def test_edits_after_a_step_are_not_part_of_it(tmp_path: Path, options: dict[str, Any]) -> None:
     """The loop makes them again when it goes on from the step."""
     (tmp_path / "nvme").mkdir()
-    with open_engine(model(), engine_config(folder=tmp_path / "nvme", durable=True, **options)) as engine:
+    with open_engine(model(4), engine_config(folder=tmp_path / "nvme", durable=True, **options)) as engine:
         go_on(engine, 0, 3)
         expected = parameters_of(engine)
         with torch.no_grad():
@@ -484,7 +480,7 @@ def test_edits_after_a_step_are_not_part_of_it(tmp_path: Path, options: dict[str
         assert engine.updates.durable is not None
         engine.updates.durable.wait()
         shutil.copytree(tmp_path / "nvme", tmp_path / "copy")
-    with open_engine(model(), engine_config(folder=tmp_path / "copy", durable=True, **options)) as engine:
+    with open_engine(model(4), engine_config(folder=tmp_path / "copy", durable=True, **options)) as engine:
         assert engine.resume() == {"next": 3}
         assert_same(Result([], parameters_of(engine)), Result([], expected))
 
@@ -507,7 +503,7 @@ def test_an_edit_after_settle_is_not_part_of_the_step(
     folder.mkdir()
     options: dict[str, Any] = {"update": update}
     monkeypatch.setattr(DurableTier, "_write_at", write)
-    with open_engine(model(), engine_config(folder=folder, durable=True, **options)) as engine:
+    with open_engine(model(4), engine_config(folder=folder, durable=True, **options)) as engine:
         torch.manual_seed(1)
         go_on(engine, 0, 2)
         with torch.no_grad():
@@ -518,12 +514,17 @@ def test_an_edit_after_settle_is_not_part_of_the_step(
         engine.updates.durable.wait()
         shutil.copytree(folder, tmp_path / "copy")
     monkeypatch.undo()
-    with open_engine(model(), engine_config(folder=tmp_path / "copy", durable=True, **options)) as engine:
+    with open_engine(model(4), engine_config(folder=tmp_path / "copy", durable=True, **options)) as engine:
         assert engine.resume() == {"next": 2}
         assert_same(Result([], parameters_of(engine)), Result([], expected))
 
 
 # -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def content(folder: Path) -> dict[Path, bytes | None]:
+    """Relative path → bytes of a file; None: a folder."""
+    return {each.relative_to(folder): each.read_bytes() if each.is_file() else None for each in folder.rglob("*")}
 
 
 CALLS = ("open", "mkdir", "rename", "unlink", "rmdir", "fsync", "ftruncate", "posix_fallocate")
@@ -534,7 +535,7 @@ def test_a_kill_between_any_two_system_calls_of_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begins: str
 ) -> None:
     """The next start finds the commit that was there, or begins anew."""
-    folder, copies = tmp_path / "run of the test", list[Path]()
+    folder, made, copies = tmp_path / "run of the test", list[Path](), list[Path]()
     folder.mkdir()
     options: dict[str, Any] = {"unit_size": 20_000} if begins == "with other units" else {}
     if begins in ("again", "with other units"):
@@ -550,8 +551,12 @@ def test_a_kill_between_any_two_system_calls_of_the_start(
             with monkeypatch.context() as undone:
                 for name, plain in plainly.items():
                     undone.setattr(os, name, plain)
-                copies.append(tmp_path / f"copy-{len(copies)}")
-                shutil.copytree(folder, copies[-1])
+                made.append(tmp_path / f"copy-{len(made)}")
+                shutil.copytree(folder, made[-1])
+                if copies and content(made[-1]) == content(copies[-1]):
+                    shutil.rmtree(made[-1])
+                else:
+                    copies.append(made[-1])
 
     def watched(name: str) -> Callable[..., Any]:
         function = getattr(os, name)
@@ -574,7 +579,7 @@ def test_a_kill_between_any_two_system_calls_of_the_start(
             patch.setattr(os, name, plainly[name])
         with engine:
             state = engine.resume()
-    assert len(copies) > 10
+    assert len(made) > 10
     expected = {"next": 2} if begins in ("again", "with other units") else None
     assert state == expected
     for each in copies:

@@ -310,7 +310,7 @@ def test_striped_states_are_copied(tmp_path: Path) -> None:
         assert_same(everything(engine), expected)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 4), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(2, 4, marks=pytest.mark.slow), (1, 2)])
 def test_ranks_copy_their_own_states(groups: dict[int, Group], before: int, after: int, tmp_path: Path) -> None:
     """Into one checkpoint, which any number of ranks loads."""
     found = groups[before].run(cases.saved, folder=str(tmp_path), ranks=before, steps=STEPS)

@@ -80,16 +80,40 @@ CALLS: dict[str, Callable[[TrainingEngine, Path], Any]] = {
 }
 
 
+def opened(folder: str, param: str, optim: str, stage: int = 3) -> TrainingEngine:
+    options: dict[str, Any] = {"unit_size": 2048, "bf16": True, "stage": stage, "update": "after_backward"}
+    return open_engine(
+        seeded(lambda: Stack(depth=2)), engine_config(param, optim, folder=folder, micro=SAMPLES, **options)
+    )
+
+
+def all_calls(rank: int, *, folder: str) -> list[str]:
+    """Make each call on all ranks, in one training. Returns those that were made."""
+    made = []
+    with opened(folder, "nvme", "nvme") as engine:
+        train(engine, BATCHES[:1])
+        engine.save_checkpoint(Path(folder) / "before")
+        for name, make in CALLS.items():
+            if "another" not in name:
+                loss = engine(*BATCHES[0]) if "gradient" in name else None
+                if loss is not None:
+                    engine.backward(loss)
+                make(engine, Path(folder))
+                if loss is not None:
+                    engine.step()
+                made.append(name)
+        assert torch.isfinite(torch.tensor(train(engine, BATCHES[:1]))).all()
+    return made
+
+
 def call(rank: int, *, folder: str, calls: tuple[str, str], stage: int = 3) -> dict[str, str]:
     """Train, and make this rank's call of the two. Returns what was raised by it."""
     place = Path(folder)
     tiers = ("nvme" if stage == 3 else "none", "nvme")
-    config = engine_config(
-        *tiers, folder=place, micro=SAMPLES, unit_size=2048, bf16=True, stage=stage, update="after_backward"
-    )
-    with open_engine(seeded(Stack), config) as engine:
-        train(engine, BATCHES[:2])
-        engine.save_checkpoint(place / "before")
+    with opened(folder, *tiers, stage=stage) as engine:
+        train(engine, BATCHES[:1])
+        if "load" in calls:
+            engine.save_checkpoint(place / "before")
         if "gradient" in calls[0]:
             engine.backward(engine(*BATCHES[0]))
         try:

@@ -40,6 +40,10 @@ def part(batch: Batch, number: int) -> Batch:
     return batch[0][rows], batch[1][rows]
 
 
+def stack() -> Stack:
+    return Stack(depth=3)
+
+
 def device_of(rank: int, late: bool) -> Device:
     """Return a CPU device, or one whose copies are delayed by the rank, so that ranks drift apart."""
     return LateDevice(delay=0.002 + 0.02 * rank) if late else CpuDevice()
@@ -55,7 +59,7 @@ def training(
     """
     accumulation = options.get("accumulation", 1)
     config = engine_config(folder=folder, micro=SAMPLES, **options)
-    model = seeded(lambda: Stack(width=32, depth=4, tied=True), 0 if seed is None else seed + rank)
+    model = seeded(lambda: Stack(width=32, depth=3, tied=True), 0 if seed is None else seed + rank)
     device = device_of(rank, late)
     with open_engine(model, config, device) as engine:
         losses = []
@@ -81,7 +85,7 @@ def one_rank(steps: int, ranks: int, *, folder: str, accumulated: bool, **option
     times = ranks if accumulated else 1
     samples = SAMPLES * ranks // times
     config = engine_config(folder=folder, micro=samples, accumulation=accumulation * times, **options)
-    with open_engine(seeded(lambda: Stack(width=32, depth=4, tied=True)), config) as engine:
+    with open_engine(seeded(lambda: Stack(width=32, depth=3, tied=True)), config) as engine:
         losses = []
         norms = []
         for tokens, targets in global_batches(steps, SAMPLES * accumulation * ranks):
@@ -212,7 +216,7 @@ class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = Stack(depth=2)
-        self.body.blocks = nn.ModuleList(Expert(32) for _ in range(5))
+        self.body.blocks = nn.ModuleList(Expert(32) for _ in range(4))
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.body(tokens, targets)
@@ -223,7 +227,7 @@ def routed(rank: int, *, ranks: int, folder: str, steps: int, **options: Any) ->
     """Train experts; return how often each rank used each of them."""
     accumulation = 1 if ranks > 1 else 2
     config = engine_config(folder=folder, micro=SAMPLES, accumulation=accumulation, **options)
-    used = [0] * 20
+    used = [0] * 16
     model = seeded(Routed)
     for number, block in enumerate(model.body.blocks):
         for kind, expert in enumerate(block.experts):
@@ -265,7 +269,7 @@ def bad_loss(rank: int, *, folder: str, where: int, later: bool = False, viewed:
     """
     config = engine_config(folder=folder, micro=SAMPLES)
     device = device_of(rank, late=later)
-    with warnings.catch_warnings(), open_engine(seeded(Stack), config, device) as engine:
+    with warnings.catch_warnings(), open_engine(seeded(stack), config, device) as engine:
         warnings.simplefilter("ignore")
         raised = ""
         losses = []
@@ -298,7 +302,7 @@ def bad_gradient(rank: int, *, folder: str, where: int, update: str, clip: float
     """
     config = engine_config(folder=folder, micro=SAMPLES, update=update, clip=clip)
     outcome: dict[str, Any] = {"raised": "", "stopped": False}
-    with open_engine(seeded(Stack), config) as engine:
+    with open_engine(seeded(stack), config) as engine:
         batches = token_batches(5, batch=SAMPLES, seed=rank)
         try:
             for number, batch in enumerate(batches):
@@ -326,7 +330,7 @@ def unequal_pace(rank: int, *, folder: str, steps: int, **options: Any) -> list[
         if rank == 1 and torch.rand((), generator=generator) < 0.3:
             time.sleep(0.003)
 
-    model = seeded(lambda: Stack(depth=8, tied=True))
+    model = seeded(lambda: Stack(depth=4, tied=True))
     for module in model.modules():
         module.register_forward_pre_hook(stutter)
         module.register_full_backward_pre_hook(stutter)
@@ -336,7 +340,7 @@ def unequal_pace(rank: int, *, folder: str, steps: int, **options: Any) -> list[
 
 def save(rank: int, *, folder: str, directory: str, steps: int, **options: Any) -> dict[str, Any]:
     config = engine_config(folder=folder, micro=SAMPLES, **options)
-    with open_engine(seeded(Stack), config) as engine:
+    with open_engine(seeded(stack), config) as engine:
         train(engine, token_batches(steps, batch=SAMPLES, seed=rank))
         engine.save_checkpoint(Path(directory), "two")
         return states_of(engine)
@@ -344,7 +348,7 @@ def save(rank: int, *, folder: str, directory: str, steps: int, **options: Any) 
 
 def load(rank: int, *, folder: str, directory: str, **options: Any) -> dict[str, Any]:
     config = engine_config(folder=folder, micro=SAMPLES, **options)
-    with open_engine(seeded(Stack, 7), config) as engine:
+    with open_engine(seeded(stack, 7), config) as engine:
         engine.load_checkpoint(Path(directory))
         return states_of(engine)
 
@@ -352,7 +356,7 @@ def load(rank: int, *, folder: str, directory: str, **options: Any) -> dict[str,
 def interrupted(rank: int, *, folder: str, directory: str) -> dict[str, Any]:
     """Return this rank's random numbers after a save and after loading it, and the error about an altered file."""
     saved = Path(directory)
-    with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
+    with open_engine(seeded(stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
         torch.manual_seed(rank)
         engine.save_checkpoint(saved, "one")
         drawn = [float(torch.rand(()))]
@@ -437,9 +441,9 @@ def refused(rank: int, *, folder: str) -> list[str]:
     errors = []
     for _ in range(2):
         try:
-            open_engine(seeded(Stack), engine_config(folder=folder + "/missing", micro=SAMPLES))
+            open_engine(seeded(stack), engine_config(folder=folder + "/missing", micro=SAMPLES))
         except Exception as error:  # noqa: BLE001 - told to the test
             errors.append(f"{type(error).__name__}: {error}")
-    with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
+    with open_engine(seeded(stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
         train(engine, token_batches(2, batch=SAMPLES, seed=rank))
     return errors

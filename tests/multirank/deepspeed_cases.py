@@ -21,6 +21,10 @@ from multirank.cases import SAMPLES, global_batches, part
 from support.models import Stack, seeded
 
 
+def stack(tied: bool = False) -> Stack:
+    return Stack(depth=3, tied=tied)
+
+
 def trained(rank: int, *, stage: int, folder: str) -> dict[str, Any]:
     """Train two steps on this rank's part of every batch, with two micro-batches a step; return what is observed."""
     config = {
@@ -67,7 +71,7 @@ def trained_in_part(rank: int, *, stage: int) -> dict[str, Any]:
         "zero_optimization": {"stage": stage},
         "infinity": {"unit_size": 20_000},
     }
-    model = seeded(Stack)
+    model = seeded(stack)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer_of_matrices(model), config=config)
     for batch in global_batches(2, SAMPLES * 2):
         engine.backward(engine(*part(batch, rank)))
@@ -106,7 +110,7 @@ def gathered_between_steps(
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
         "infinity": {"unit_size": 2000},
     }
-    engine, *_ = deepspeed.initialize(model=seeded(Stack), config=config)
+    engine, *_ = deepspeed.initialize(model=seeded(stack), config=config)
     for batch in global_batches(2, SAMPLES * 2):
         engine.backward(engine(*part(batch, rank)))
         engine.step()
@@ -115,7 +119,7 @@ def gathered_between_steps(
                 parameter.data.mul_(2)
     with GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
         if rank == 0 and loads:
-            engine.module.load_state_dict(seeded(Stack, 1).state_dict())
+            engine.module.load_state_dict(seeded(stack, 1).state_dict())
     values = values_of(engine)
     engine.destroy()
     return values
@@ -177,7 +181,7 @@ def built(rank: int, *, zero: dict[str, Any]) -> dict[str, Any]:
         "infinity": {"unit_size": 20_000},
     }
     with deepspeed.zero.Init(config_dict_or_path=config):
-        model = seeded(Stack, seed=rank)
+        model = seeded(stack, seed=rank)
     head, norms = model.head, [block.norm for block in model.blocks]
     shown = {name: (tuple(value.shape), value.dtype, value.device.type) for name, value in model.state_dict().items()}
     model.double().float()
@@ -227,7 +231,7 @@ def copied(rank: int) -> dict[str, Any]:
         "zero_optimization": {"stage": 3},
     }
     with deepspeed.zero.Init(config_dict_or_path=config):
-        model = seeded(Stack, seed=rank)
+        model = seeded(stack, seed=rank)
     model.blocks[1] = copy.deepcopy(model.blocks[0])
     with GatheredParameters(model.blocks[0].parameters()):
         model.blocks[2] = copy.deepcopy(model.blocks[0])
@@ -248,7 +252,7 @@ def built_apart(rank: int) -> str:
     """Build a model that is tied on rank 1 only; return the text of the error of `initialize`."""
     config = {"train_micro_batch_size_per_gpu": SAMPLES, "zero_optimization": {"stage": 3}}
     with deepspeed.zero.Init(config_dict_or_path=config):
-        model = seeded(lambda: Stack(tied=rank == 1))
+        model = seeded(lambda: stack(tied=rank == 1))
     try:
         deepspeed.initialize(model=model, config=config)
     except InfinityError as error:
@@ -291,7 +295,7 @@ def initialized_inside(rank: int, *, config: dict[str, Any], depth: int) -> dict
         for _ in range(depth):
             blocks.enter_context(deepspeed.zero.Init(config_dict_or_path=config))
         with torch_default(torch.bfloat16 if config["bf16"]["enabled"] else torch.float32):
-            model = seeded(Stack, seed=rank)
+            model = seeded(stack, seed=rank)
         engine, *_ = deepspeed.initialize(model=model, config=config)
         rest = seeded(lambda: nn.Linear(8, 8), seed=rank)  # without an engine until the blocks end
         rest.register_parameter("shared", engine.module.head.weight)
@@ -327,7 +331,7 @@ def failed_inside(rank: int, *, folders: list[str]) -> dict[str, Any]:
         "zero_optimization": {"stage": 3},
     }
     with suppress(ZeroDivisionError), deepspeed.zero.Init(config_dict_or_path=config):
-        engine, *_ = deepspeed.initialize(model=seeded(Stack), config=config)
+        engine, *_ = deepspeed.initialize(model=seeded(stack), config=config)
         raise ZeroDivisionError
     (batch,) = global_batches(1, SAMPLES * 2)
     train(engine, part(batch, rank))

@@ -20,7 +20,7 @@ from support.models import VOCABULARY, Stack
 
 def opened(folder: str, **options: Any) -> TrainingEngine:
     torch.manual_seed(0)
-    return open_engine(Stack(32, 4), engine_config(folder=folder, **options))
+    return open_engine(Stack(32, 2), engine_config(folder=folder, **options))
 
 
 def steps(engine: TrainingEngine, rank: int, first: int, stop: int) -> list[float]:

@@ -290,7 +290,7 @@ def on_device(rank: int, *, how: str) -> dict[str, Any]:
 def engine(rank: int, *, folder: str, evaluate: bool, **options: Any) -> list[int]:
     """Train, with an evaluation before every third step; return the exchanges of each step."""
     config = engine_config(folder=folder, micro=SAMPLES, **options)
-    with open_engine(seeded(lambda: Stack(depth=4)), config) as trained:
+    with open_engine(seeded(lambda: Stack(depth=3)), config) as trained:
         exchanges = []
         for number, batch in enumerate(token_batches(9, batch=SAMPLES, seed=rank)):
             if evaluate and number % 3 == 2:

@@ -23,8 +23,8 @@ from support.models import Stack, seeded, token_batches
 
 def many(rank: int, folder: str, late: bool, **options: Any) -> TrainingEngine:
     config = engine_config(folder=folder, micro=SAMPLES, unit_size=2048, prefetch_bytes=0, **options)
-    engine = open_engine(seeded(lambda: Stack(depth=8)), config, device_of(rank, late))
-    assert len(engine.units) == 26
+    engine = open_engine(seeded(lambda: Stack(depth=5)), config, device_of(rank, late))
+    assert len(engine.units) == 17
     return engine
 
 
@@ -41,7 +41,7 @@ def whole(rank: int, *, folder: str, late: bool, gathers: bool, **options: Any) 
                 for parameter in part if rank == 1 else []:
                     parameter.mul_(0.75)
         with infinity.GatheredParameters(parameters if gathers else []):
-            views = [engine.module.blocks[number].up.weight[0] for number in (0, 3, 7)] if gathers else []
+            views = [engine.module.blocks[number].up.weight[0] for number in (0, 2, 4)] if gathers else []
             losses += train(engine, batches[2:4])
             del views
         losses += train(engine, batches[4:])

@@ -29,7 +29,7 @@ def trained(rank: int, *, stage: int, way: str, update: str = "auto", **top: Any
         "infinity": {"unit_size": 20_000, "update": update, "cache_bytes": 1 << 30},
         **top,
     }
-    engine, *_ = deepspeed.initialize(model=seeded(Stack), config=config)
+    engine, *_ = deepspeed.initialize(model=seeded(lambda: Stack(depth=3)), config=config)
     batches = iter(global_batches(sum(STEPS), SAMPLES * 2))
     norms, gradient = [], None
     for size in STEPS:
@@ -51,7 +51,7 @@ def trained(rank: int, *, stage: int, way: str, update: str = "auto", **top: Any
 
 def plainly(factor: float) -> dict[str, Any]:
     """Train on the batches of both ranks, with each loss multiplied by `factor`."""
-    model = seeded(Stack)
+    model = seeded(lambda: Stack(depth=3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = iter(global_batches(sum(STEPS), SAMPLES * 2))
     norms, gradient = [], None

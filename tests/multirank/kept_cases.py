@@ -21,7 +21,7 @@ from support.lifetime import assert_nothing_leaked
 from support.loops import open_engine, parameters_of
 from support.models import seeded, vector_batches
 
-STEPS = 5
+STEPS = 4
 LEARNING_RATE = 1e-2
 
 

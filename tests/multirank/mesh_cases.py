@@ -38,7 +38,7 @@ def divided(mesh: DeviceMesh, *, sequence: bool = False) -> nn.Module:
         parallelize_module,
     )
 
-    model = seeded(lambda: Stack(width=32, depth=4, tied=True))
+    model = seeded(lambda: Stack(width=32, depth=3, tied=True))
     plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if sequence:
         plan = {
@@ -105,7 +105,7 @@ def accessed(rank: int, *, folder: str) -> dict[str, torch.Tensor]:
 def pairs(rank: int, *, folder: str, steps: int) -> dict[str, Any]:
     """Train two independent models with two replicas each: on ranks 0 and 2, and on ranks 1 and 3."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    model = seeded(lambda: Stack(width=32, depth=4, tied=True), rank % 2)
+    model = seeded(lambda: Stack(width=32, depth=3, tied=True), rank % 2)
     with opened(model, groups[rank % 2], folder) as engine:
         batches = [part(batch, engine.ranks.rank) for batch in global_batches(steps, 2 * SAMPLES)]
         return {"losses": train(engine, batches), "values": engine.state_dict(), "size": engine.ranks.size}

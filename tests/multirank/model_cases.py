@@ -89,9 +89,9 @@ def sided_batches(steps: int) -> list[Batch]:
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "plain": lambda: Stack(depth=6, tied=True),
-    "reentrant": lambda: Stack(depth=6, tied=True, run=checkpointed(True)),
-    "non-reentrant": lambda: Stack(depth=6, tied=True, run=checkpointed(False)),
+    "plain": lambda: Stack(depth=5, tied=True),
+    "reentrant": lambda: Stack(depth=5, tied=True, run=checkpointed(True)),
+    "non-reentrant": lambda: Stack(depth=5, tied=True, run=checkpointed(False)),
     "reentrant, twice": lambda: Stack(depth=4, run=twice(True)),
     "non-reentrant, twice": lambda: Stack(depth=4, run=twice(False)),
     "experts, reentrant": lambda: CheckpointedExperts(True),
@@ -102,7 +102,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def modelled(
-    rank: int, *, ranks: int, model: str, folder: str, steps: int = 5, autocast: str = "", **options: Any
+    rank: int, *, ranks: int, model: str, folder: str, steps: int = 3, autocast: str = "", **options: Any
 ) -> dict[str, Any]:
     """Train MODELS[model] on two micro-batches a step, one on each of two ranks or both on one.
 

@@ -22,7 +22,7 @@ Step = tuple[int, int]
 
 
 def model() -> nn.Module:
-    return seeded(lambda: Stack(width=32, depth=4, tied=True))
+    return seeded(lambda: Stack(width=32, depth=3, tied=True))
 
 
 def config_of(folder: str, accumulation: int, **options: Any) -> Config:

@@ -116,14 +116,14 @@ def odd(
         _aio._inject([{"where": "event", "only": "write", "error": errno.EIO, "times": -1}])
     try:
         with infinity.initialize(model=model, config=raw, model_parameters=given, device=CpuDevice())[0] as engine:
-            train(engine, token_batches(2, batch=SAMPLES, seed=rank))
+            train(engine, token_batches(1, batch=SAMPLES, seed=rank))
     except (InfinityError, OSError) as error:
         raised = {"type": type(error).__name__, "text": str(error)}
     finally:
         _aio._inject([])
     config = Config.load(engine_config(folder=folder, micro=SAMPLES))
-    with infinity.initialize(model=seeded(Stack), config=config, device=CpuDevice())[0] as engine:
-        losses = train(engine, token_batches(2, batch=SAMPLES, seed=rank))
+    with infinity.initialize(model=seeded(lambda: Stack(depth=1)), config=config, device=CpuDevice())[0] as engine:
+        losses = train(engine, token_batches(1, batch=SAMPLES, seed=rank))
     assert all(torch.isfinite(torch.tensor(losses)))
     return raised
 
@@ -131,7 +131,7 @@ def odd(
 def is_single(rank: int, *, folder: str, stage: int, what: str) -> str:
     """One rank reads a state while the other trains on; return each rank's error."""
     config = engine_config("none", "none", folder=folder, micro=SAMPLES, stage=stage)
-    with open_engine(seeded(Stack), config) as engine:
+    with open_engine(seeded(lambda: Stack(depth=2)), config) as engine:
         batches = token_batches(4, batch=SAMPLES)
         train(engine, batches[:2])
         try:

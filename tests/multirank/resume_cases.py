@@ -35,7 +35,7 @@ def stretch(
     schedule = {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 20}}}
     config = Config.load({**config.model_dump(exclude_defaults=True), **schedule})
     # Where values are loaded, others are there before.
-    model = seeded(lambda: Stack(width=32, depth=4, tied=True), 7 if loads else 0)
+    model = seeded(lambda: Stack(width=32, depth=3, tied=True), 7 if loads else 0)
     losses, rates, norms = [], [], []
     with open_engine(model, config) as engine:
         client: dict[str, Any] = {}

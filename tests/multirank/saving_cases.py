@@ -27,17 +27,17 @@ from support.states import states_of
 
 
 def saved(rank: int, *, folder: str, directory: str, how: str, late: bool = False, **options: Any) -> dict[str, Any]:
-    """Train 2 steps, save ("", "foreground" or "background"), train 3; losses, what is there at the end, and the units
+    """Train 2 steps, save ("", "foreground" or "background"), train 2; losses, what is there at the end, and the units
     that had to be waited for.
     """
     random.seed(0)
     config = engine_config(folder=folder, micro=SAMPLES, **options)
-    batches = token_batches(5, batch=SAMPLES, seed=rank)
+    batches = token_batches(4, batch=SAMPLES, seed=rank)
     with pytest.MonkeyPatch.context() as patch:
         if late:
             use_late_disks(patch)
         pace = Pace(patch)
-        with open_engine(seeded(lambda: Stack(depth=4)), config, device_of(rank, late)) as engine:
+        with open_engine(seeded(lambda: Stack(depth=3)), config, device_of(rank, late)) as engine:
             losses = train(engine, batches[:2])
             if how:
                 engine.save_checkpoint(Path(directory), "a", background=how == "background")
@@ -47,9 +47,13 @@ def saved(rank: int, *, folder: str, directory: str, how: str, late: bool = Fals
         return {"losses": losses, "values": values, "waited": waited, "saved": pace.saved, "overdue": pace.overdue}
 
 
+def stack() -> Stack:
+    return Stack(depth=2)
+
+
 def closed_at_once(rank: int, *, folder: str, directory: str, background: list[bool]) -> list[str]:
     """Return the saved files after several saves and an immediate close."""
-    with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
+    with open_engine(seeded(stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
         for number, beside in enumerate(background):
             train(engine, token_batches(1, batch=SAMPLES, seed=rank))
             engine.save_checkpoint(Path(directory), f"save {number}", background=beside)
@@ -102,7 +106,7 @@ def killed(rank: int, *, folder: str, directory: str) -> None:
     """Kill rank 1 in the middle of a save; rank 0 writes its error and the remaining files."""
     with pytest.MonkeyPatch.context() as patch:
         pace = Pace(patch)
-        engine = open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES))
+        engine = open_engine(seeded(stack), engine_config(folder=folder, micro=SAMPLES))
         train(engine, token_batches(1, batch=SAMPLES, seed=rank))
         engine.save_checkpoint(Path(directory), "a")
         engine.save_checkpoint(Path(directory), "b", background=True)
@@ -129,7 +133,7 @@ def killed(rank: int, *, folder: str, directory: str) -> None:
 def collected_in_an_exchange(rank: int, *, folder: str) -> list[str]:
     """The collector finds the engine in an exchange of its background save. Returns the engine's threads after that."""
     before = set(threading.enumerate())
-    box = [open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES))]
+    box = [open_engine(seeded(stack), engine_config(folder=folder, micro=SAMPLES))]
     train(box[0], token_batches(1, batch=SAMPLES))
     all_gather, dropped = dist.all_gather, threading.Event()
 
@@ -156,7 +160,7 @@ def collected_in_an_exchange(rank: int, *, folder: str) -> list[str]:
 
 
 def of_two_minds(rank: int, *, folder: str, directory: str) -> str:
-    with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
+    with open_engine(seeded(stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
         try:
             engine.save_checkpoint(Path(directory), "a", background=rank == 0)
         except RanksError as error:
@@ -170,7 +174,7 @@ def of_several_minds(
     """Return this rank's results or errors of a save and two loads with its own arguments, after a correct save."""
     told = []
     config = engine_config(folder=folder, micro=SAMPLES)
-    with open_engine(seeded(Stack), config) as engine:
+    with open_engine(seeded(stack), config) as engine:
         engine.save_checkpoint(Path(folder, "saved"), "right")
         for call, arguments in ((engine.save_checkpoint, saves), (engine.load_checkpoint, loads)):
             try:
@@ -180,7 +184,7 @@ def of_several_minds(
         losses = train(engine, token_batches(2, batch=SAMPLES, seed=rank))
         engine.save_checkpoint(Path(folder, "saved"), "after")
         assert len(losses) == 2
-    with infinity.init_inference(seeded(Stack), config, device=CpuDevice()) as runner:
+    with infinity.init_inference(seeded(stack), config, device=CpuDevice()) as runner:
         try:
             told.append(f"returned {runner.load_checkpoint(*loads[rank])}")
         except RanksError as error:
@@ -192,7 +196,7 @@ def of_several_minds(
 def unlike(rank: int, *, folder: str) -> str:
     """Load folders of the same name without a shared file system; rank 1's is of another step."""
     own = Path(folder, str(rank))
-    with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
+    with open_engine(seeded(stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
         for step in (1, 2):
             train(engine, token_batches(1, batch=SAMPLES))
             engine.save_checkpoint(Path(folder, str(step - 1)), "a")
@@ -208,7 +212,7 @@ def unlike(rank: int, *, folder: str) -> str:
 
 def unfit(rank: int, *, folder: str) -> list[str]:
     """Save while one rank's client_state cannot be saved: no rank may save, and none may hang."""
-    with open_engine(seeded(Stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
+    with open_engine(seeded(stack), engine_config(folder=folder, micro=SAMPLES)) as engine:
         try:
             engine.save_checkpoint(Path(folder, "saved"), client_state={"f": Path("a")} if rank == 1 else {})
         except CheckpointError as error:

@@ -25,14 +25,9 @@ from support.ranks import Group
     ("options", "theirs", "mine"),
     [
         ({"clip": 0.5}, "gradient_clipping = 0.0", "gradient_clipping = 0.5"),
-        ({"lr": 0.1}, "optimizer.params.lr = 0.001", "optimizer.params.lr = 0.1"),
         ({"optimizer": "Adam"}, "optimizer.type = AdamW", "optimizer.type = Adam"),
-        ({"accumulation": 2}, "gradient_accumulation_steps = 1", "gradient_accumulation_steps = 2"),
-        ({"bf16": True}, "bf16.enabled = False", "bf16.enabled = True"),
         ({"fp16": {"loss_scale": 8}}, "fp16.enabled = False", "fp16.enabled = True"),
         ({"stage": 2, "param": "none"}, "zero_optimization.stage = 3", "zero_optimization.stage = 2"),
-        ({"unit_size": 2048}, "infinity.unit_size = 100000", "infinity.unit_size = 2048"),
-        ({"moments": "8bit"}, "infinity.moments = fp32", "infinity.moments = 8bit"),
         ({"prefetch_bytes": 0}, "infinity.prefetch_bytes = auto", "infinity.prefetch_bytes = 0"),
         ({"memory": {"device": "1GiB"}}, "infinity.memory.device = None", "infinity.memory.device = 1073741824"),
         # It decides how many gradients a rank collects at once, and so when it reduces one.

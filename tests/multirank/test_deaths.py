@@ -52,7 +52,7 @@ PLAIN = [("forward", "killed", 3), ("backward", "stopped", 0)]
 
 @pytest.mark.parametrize(
     ("where", "how", "stage"),
-    [pytest.param(*case, marks=[] if case in PLAIN else [pytest.mark.campaign]) for case in CASES],
+    [pytest.param(*case, marks=[] if case in PLAIN else [pytest.mark.campaign(few=2)]) for case in CASES],
 )
 def test_a_rank_that_is_lost(mortal: Group, where: str, how: str, stage: int, tmp_path: Path) -> None:
     """Found by the heartbeat, and not by the two minutes of the process group."""
@@ -63,7 +63,7 @@ def test_a_rank_that_is_lost(mortal: Group, where: str, how: str, stage: int, tm
         assert re.search(r"pid \d+", said["raised"])[0] in said["stopped"]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("collective", ["gather", "reduce", "save"])
+@pytest.mark.parametrize("collective", ["gather", pytest.param("reduce", marks=pytest.mark.campaign), "save"])
 def test_a_rank_that_is_killed_in_a_large_exchange(mortal: Group, collective: str) -> None:
     """gloo does not end the wait for a message in transit."""
     (said, closing), _ = mortal.run(death_cases.killed_in_transit, timeout=SOON, dies=1, collective=collective)
@@ -77,7 +77,7 @@ FAILURES = [(where, how, stage) for where in WHERE for how in FAILED for stage i
 @pytest.mark.parametrize(
     ("where", "how", "stage"),
     [
-        pytest.param(*case, marks=[] if case in pairwise_cover(FAILURES)[:3] else [pytest.mark.campaign])
+        pytest.param(*case, marks=[] if case in pairwise_cover(FAILURES)[:3] else [pytest.mark.campaign(few=2)])
         for case in FAILURES
     ],
 )

@@ -24,6 +24,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def whole(pair: Group, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Losses and parameters of each rank, trained without an interruption and without options."""
+    return pair.run(cases.uninterrupted, folder=str(tmp_path_factory.mktemp("whole")))
+
+
 @pytest.mark.every_case
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_ranks_resume_with_the_bits_of_an_uninterrupted_run(
@@ -36,12 +42,11 @@ def test_ranks_resume_with_the_bits_of_an_uninterrupted_run(
 
 
 @pytest.mark.parametrize("stop", [3, 4])
-def test_ranks_resume_the_last_step_that_all_have(pair: Group, tmp_path: Path, stop: int) -> None:
+def test_ranks_resume_the_last_step_that_all_have(pair: Group, whole: Any, tmp_path: Path, stop: int) -> None:
     """One rank has a record of a step more; its slots are written again, and the record is dropped before that."""
-    expected = pair.run(cases.uninterrupted, folder=str(tmp_path))
     first = pair.run(cases.begun_and_left_behind, folder=str(tmp_path), stop=stop)
     rest = pair.run(cases.gone_on, folder=str(tmp_path))
-    check(expected, first, rest, stop - 1)
+    check(whole, first, rest, stop - 1)
 
 
 def test_all_ranks_refuse_to_replace_a_run(pair: Group, tmp_path: Path) -> None:
@@ -86,7 +91,7 @@ def test_any_lost_records(pair: Group, tmp_path: Path, steps: int, how: str) -> 
     """The run is refused on all ranks if the last record of a rank is lost, and a check says the same."""
     pair.run(cases.begun, folder=str(tmp_path), stop=steps, run="whole")
     names = [f"rank-0000{rank}.record-{slot}" for rank in range(2) for slot in range(2)]
-    for lost in (each for size in range(1, 5) for each in itertools.combinations(names, size)):
+    for lost in (each for size in (1, 2, 4) for each in itertools.combinations(names, size)):
         run = Path(shutil.copytree(tmp_path / "whole", tmp_path / "run"))
         for name in lost:
             LOST[how](run / "0001" / name)
@@ -107,20 +112,18 @@ def test_any_lost_records(pair: Group, tmp_path: Path, steps: int, how: str) -> 
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_states_of_a_rank_that_are_unlinked_cost_no_step(pair: Group, tmp_path: Path, lost: int) -> None:
-    expected = pair.run(cases.uninterrupted, folder=str(tmp_path))
+def test_states_of_a_rank_that_are_unlinked_cost_no_step(pair: Group, whole: Any, tmp_path: Path, lost: int) -> None:
     found = pair.run(cases.without_files, folder=str(tmp_path), lost=lost)
-    for (losses, values), (kept, present) in zip(expected, found, strict=True):
+    for (losses, values), (kept, present) in zip(whole, found, strict=True):
         assert kept == [*losses[:3], *losses[4:]]
         assert all(torch.equal(values[name], present[name]) for name in values)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_ranks_commit_again_once_files_are_back(pair: Group, tmp_path: Path, lost: int) -> None:
-    expected = pair.run(cases.uninterrupted, folder=str(tmp_path))
+def test_ranks_commit_again_once_files_are_back(pair: Group, whole: Any, tmp_path: Path, lost: int) -> None:
     pair.run(cases.back_after_a_while, folder=str(tmp_path), lost=lost)
     rest = pair.run(cases.gone_on, folder=str(tmp_path))
-    check(expected, [losses[:5] for losses, _ in expected], rest, 5)
+    check(whole, [losses[:5] for losses, _ in whole], rest, 5)
 
 
 def check(expected: list[Any], first: list[Any], rest: list[Any], step: int) -> None:

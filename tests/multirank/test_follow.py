@@ -45,7 +45,7 @@ def test_one_rank_leaves_a_collective_out(pair: Group, number: int) -> None:
     assert one["raised"].startswith("the ranks issued different collectives: rank 0 ")
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", [0, 3, 5, 6], ids=["gather", "reduce", "sum", "barrier"])
 def test_one_rank_gives_up(pair: Group, number: int) -> None:
     """Others raise its error, whichever collective they wait in."""
     for outcome in pair.run(follow_cases.departing, number=number, ways={1: "raises"}):
@@ -113,10 +113,10 @@ def test_all_ranks_depart_alike(pair: Group, slow: int) -> None:
     assert one[6] == 1, "a broadcast, which a rank may leave before another enters"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_collectives_give_right_numbers(four: Group, seed: int) -> None:
     """Sums, unions and gathers stay right with ranks of unequal pace, changing sequences and differing sets."""
-    outcomes = four.run(follow_cases.wandering, seed=seed, turns=60)
+    outcomes = four.run(follow_cases.wandering, seed=seed, turns=30)
     assert all(outcome == outcomes[0] for outcome in outcomes)
     assert outcomes[0]["raised"].startswith("the ranks issued different collectives: ")
     assert 0 < outcomes[0]["exchanges"] < outcomes[0]["collectives"]

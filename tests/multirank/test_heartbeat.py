@@ -25,7 +25,7 @@ def mortal() -> Iterator[Group]:
     [(signal.SIGKILL, "is lost: "), (signal.SIGSTOP, "has not responded for 1 s ")],
     ids=["KILL", "STOP"],
 )
-@pytest.mark.campaign
+@pytest.mark.campaign(few=1)
 def test_every_rank_gets_the_cause(mortal: Group, which: int, how: int, cause: str) -> None:
     """Also ranks without a connection to the one that is lost."""
     said = mortal.run(beat_cases.lost, which=which, how=int(how), dies=which)

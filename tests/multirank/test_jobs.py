@@ -47,7 +47,7 @@ for number, batch in enumerate(token_batches(6)):
 """
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(few=2)
 @pytest.mark.parametrize(
     ("how", "statuses", "cause"),
     [

@@ -21,7 +21,7 @@ from support.loops import Result, assert_close, call, plain, plain_16
 from support.models import Stack, seeded
 from support.ranks import Group
 
-STEPS = 5
+STEPS = 4
 SCALE = 1024.0
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True}, "fp16": {"fp16": {"loss_scale": SCALE}}}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -68,7 +68,7 @@ def matrix() -> Iterator[Any]:
         name = f"stage {stage}, {precision}, accumulation {accumulation}, clip {clip}, {ranks} ranks"
         marks = [] if family in COVER else [pytest.mark.slow]
         if ranks == 4:
-            marks.append(pytest.mark.campaign)
+            marks.append(pytest.mark.campaign(few=2))
         yield pytest.param(*family, id=name, marks=marks)
 
 
@@ -82,7 +82,7 @@ def reference(precision: str, accumulation: int, clip: float, ranks: int) -> Res
     apart = 1 if precision == "fp32" else ranks
     micro = cases.SAMPLES * ranks // apart
     config = engine_config(micro=micro, accumulation=accumulation * apart, clip=clip, **PRECISIONS[precision])
-    model = seeded(lambda: Stack(width=32, depth=4, tied=True))
+    model = seeded(lambda: Stack(width=32, depth=3, tied=True))
     wholes = cases.global_batches(STEPS, cases.SAMPLES * accumulation * ranks)
     batches = [
         part for tokens, targets in wholes for part in zip(tokens.split(micro), targets.split(micro), strict=True)
@@ -147,7 +147,7 @@ def test_budgets_of_host_memory_change_no_bit(run: Any, options: dict[str, Any],
     first = run(2, **common)
     held = sum(first[0]["held"][tier] for tier in ("device", "host"))
     nvme = first[0]["held"]["nvme"]
-    for host in (2 * held + nvme // 2, 2 * held + nvme, "auto"):
+    for host in (2 * held + nvme // 2, "auto"):
         found = run(2, memory={"host": host}, **common)
         assert all(outcome["held"]["nvme"] < nvme for outcome in found)
         assert [outcome["losses"] for outcome in found] == [outcome["losses"] for outcome in first], host
@@ -163,7 +163,7 @@ def test_budgets_of_a_device_change_no_bit(run: Any, options: dict[str, Any], st
     first = run(2, **common, **options)
     held = first[0]["held"]
     device = 2 * held["device"] + held["host"]
-    for memory in ({"device": device}, {"device": 2 * device}, {"device_optimizer": 0.5}):
+    for memory in ({"device": device}, {"device_optimizer": 0.5}):
         found = run(2, memory=memory, **common, **options)
         assert all(outcome["held"]["device"] > held["device"] for outcome in found)
         assert [outcome["losses"] for outcome in found] == [outcome["losses"] for outcome in first], memory

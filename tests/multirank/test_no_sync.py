@@ -19,9 +19,9 @@ from support.models import token_batches
 from support.ranks import Group
 
 UPDATES = ["during_backward", "next_forward", "after_backward"]
-MIXED: list[cases.Step] = [(0, 3), (0, 3), (2, 1), (3, 0), (0, 3), (1, 2), (3, 0), (2, 1)]
+MIXED: list[cases.Step] = [(0, 3), (0, 3), (2, 1), (3, 0), (1, 2)]
 """Steps of three micro-batches; the trace is known from the second one on."""
-LONGER: list[cases.Step] = [(0, 2), (5, 1), (4, 0), (0, 2), (3, 1)]
+LONGER: list[cases.Step] = [(0, 2), (5, 1), (4, 0), (1, 1)]
 """With gradient_accumulation_steps 2."""
 
 

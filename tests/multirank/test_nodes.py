@@ -68,7 +68,7 @@ def until(condition: Callable[[], bool], outputs: list[Path]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(few=1)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_node_that_disappears(lost: int, tmp_path: Path) -> None:

@@ -23,10 +23,10 @@ def test_a_path_that_data_decides(pair: Group, update: str, late: bool, tmp_path
         assert torch.equal(both[0]["values"][name], value), name
 
 
-@pytest.mark.parametrize(("prefetch", "clip"), [(0, 0.0), ("auto", 0.0), ("auto", 0.3), ("1GiB", 0.0)])
+@pytest.mark.parametrize(("prefetch", "clip"), [(0, 0.3), ("1GiB", 0.0)])
 def test_ranks_of_unequal_pace(pair: Group, prefetch: Any, clip: float, tmp_path: Path) -> None:
     """One rank computes in fits and starts, the other's copies are late: nothing depends on who is first."""
-    options: dict[str, Any] = {"folder": str(tmp_path), "steps": 6, "prefetch_bytes": prefetch, "clip": clip}
+    options: dict[str, Any] = {"folder": str(tmp_path), "steps": 4, "prefetch_bytes": prefetch, "clip": clip}
     first = pair.run(cases.unequal_pace, **options)
     assert pair.run(cases.unequal_pace, **options) == first
 
@@ -71,17 +71,15 @@ def test_a_bad_gradient_during_backward_is_raised_on_all(pair: Group, tmp_path: 
     ("options"),
     [
         {},
-        {"clip": 0.3},
-        {"bf16": True, "update": "next_forward", "moments": "8bit"},
-        {"stage": 2, "param": "none", "optim": "cpu"},
+        {"bf16": True, "update": "next_forward", "moments": "8bit", "prefetch_bytes": 0},
+        {"stage": 2, "param": "none", "optim": "cpu", "clip": 0.3},
         {"stage": 0, "param": "none"},
-        {"prefetch_bytes": 0},
     ],
     ids=str,
 )
 def test_experts_that_some_ranks_use(pair: Group, options: dict[str, Any], tmp_path: Path) -> None:
     """As one rank that accumulates, bit for bit: an expert is updated on all ranks if any has a gradient for it."""
-    common: dict[str, Any] = {"folder": str(tmp_path), "steps": 8}
+    common: dict[str, Any] = {"folder": str(tmp_path), "steps": 5}
     one, other = pair.run(cases.routed, ranks=2, **common, **options)
     assert any((a == 0) != (b == 0) for a, b in zip(one["used"], other["used"], strict=True))
     assert one["steps"] == other["steps"] and len(set(one["steps"].values())) > 1
@@ -134,7 +132,7 @@ def test_a_checkpoint_of_two_ranks_loads_on_one_and_on_two(pair: Group, single: 
                 assert torch.equal(loaded[name], value), name
 
 
-@pytest.mark.parametrize(("stage", "what"), [(0, "parameter"), (0, "save"), (2, "state_dict"), (3, "save")])
+@pytest.mark.parametrize(("stage", "what"), [(0, "parameter"), (2, "state_dict"), (3, "save")])
 def test_a_rank_that_looks_at_states_alone(pair: Group, stage: int, what: str, tmp_path: Path) -> None:
     """Sums of one rank are not confused with another collective of the other rank."""
     for said in pair.run(odd_cases.is_single, folder=str(tmp_path), stage=stage, what=what):

@@ -11,7 +11,7 @@ import torch
 from multirank import cases
 from support.ranks import Group
 
-STEPS = 6
+STEPS = 4
 
 Outcome = dict[str, Any]
 
@@ -81,7 +81,7 @@ def test_knobs(pair: Group, bf16: bool, update: str, tmp_path: Path) -> None:
     """Update schedules, prefetch and a device that is late, by another time on each rank: the same bits."""
     common: dict[str, Any] = {"ranks": 2, "steps": STEPS, "folder": str(tmp_path), "bf16": bf16}
     reference = pair.run(cases.training, **common)
-    for prefetch, late in ((0, False), (0, True), ("auto", True), ("1GiB", False)):
+    for prefetch, late in ((0, True), ("1GiB", False)):
         result = pair.run(cases.training, update=update, prefetch_bytes=prefetch, late=late, **common)
         assert mean(result) == mean(reference), f"prefetch_bytes {prefetch}, late {late}"
         assert_bits(result[0], reference[0])

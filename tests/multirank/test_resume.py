@@ -17,7 +17,7 @@ from support.ranks import Group
 Outcome = dict[str, Any]
 Run = Callable[..., Outcome]
 
-STRETCH = 3
+STRETCH = 2
 """Steps from one resume to the next."""
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -131,7 +131,7 @@ CHANGING = [
 ONCE = [(0, "fp32", "8bit", 0.3), (1, "bf16", "fp32", 0.0), (2, "fp16", "bf16", 0.0)]
 
 
-@pytest.mark.campaign  # four ranks, started anew
+@pytest.mark.campaign(few=1)  # four ranks, started anew
 @pytest.mark.parametrize(
     ("path", "precision", "moments", "clip"), chosen(range(len(CHANGING)), PRECISIONS, MOMENTS, [0.0, 0.3], cover=ONCE)
 )

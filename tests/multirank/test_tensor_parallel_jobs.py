@@ -37,7 +37,7 @@ for number, batch in enumerate(token_batches(6)):
 """
 
 
-@pytest.mark.campaign
+@pytest.mark.campaign(few=1)
 @pytest.mark.parametrize("how", ["killed", "raises", "stopped"])
 def test_one_of_four_tensor_parallel_processes(how: str, tmp_path: Path) -> None:
     """All others end soon. Ranks 1 and 2 share a heartbeat with rank 3; rank 0 has the cause from them."""

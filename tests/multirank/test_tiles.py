@@ -21,13 +21,13 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"stage": 1, "param": "none"}, {"bf16": True, "param": "cpu"}], ids=str)
+@pytest.mark.parametrize("options", [{"bf16": True}, {"stage": 1, "param": "none"}], ids=str)
 def test_checkpoints_go_from_tiles_to_tiles(
     pair: Group, single: Group, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """From two ranks to one and back; states are equal bit for bit."""
     source, outcomes, saved = None, [], []
-    for group, max_bytes in ((pair, 4096), (pair, 0), (single, 1500), (pair, 1500)):
+    for group, max_bytes in ((pair, 9000), (pair, 0), (single, 6000), (pair, 6000)):
         target = tmp_path / f"saved-{len(saved)}"
         ran = group.run(
             cases.resumed, folder=str(tmp_path), source=source, max_bytes=max_bytes, target=target, **options

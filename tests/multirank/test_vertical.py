@@ -21,14 +21,10 @@ def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"tied": True, "clip": 0.1},
         {"bf16": True, "update": "next_forward"},
-        {"param": "none", "optim": "none", "tied": True},
-        {"fp16": {"initial_scale_power": 17, "hysteresis": 1}},
-        {"bf16": True, "accumulated_in": "bf16", "tied": True},
-        {"communication": "bf16", "clip": 0.1},
-        {"accumulated_in": "bf16"},
+        {"param": "none", "optim": "none", "tied": True, "clip": 0.1},
+        {"fp16": {"initial_scale_power": 17, "hysteresis": 1}, "tied": True, "debug": False},
+        {"communication": "bf16", "accumulated_in": "bf16", "clip": 0.1, "debug": False},
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ from support.states import states_of
 
 def model(max_bytes: int) -> Stack:
     """max_bytes: of a tile; 0: no tiles."""
-    made = seeded(lambda: Stack(depth=2))
+    made = seeded(lambda: Stack(depth=1))
     if max_bytes:
         tile(made, max_bytes)
     return made
@@ -25,7 +25,7 @@ def model(max_bytes: int) -> Stack:
 def resumed(rank: int, *, folder: str, source: Path | None, max_bytes: int, target: Path, **options: Any) -> Any:
     """Load `source`, save it in `target` and train. Return the losses and the state dict before."""
     config = engine_config(folder=folder, micro=SAMPLES, unit_size=2048, **options)
-    batches = token_batches(4, batch=SAMPLES, seed=rank)
+    batches = token_batches(3, batch=SAMPLES, seed=rank)
     with open_engine(model(max_bytes), config) as engine:
         if source is None:
             train(engine, batches[:2])

@@ -14,7 +14,7 @@ from multirank.cases import SAMPLES, global_batches, part
 from support.configs import engine_config
 from support.models import Stack, seeded
 
-STEPS, MICRO_BATCHES = 4, 3
+STEPS, MICRO_BATCHES = 3, 3
 
 
 def trained(rank: int, *, batched: bool, tied: bool = False, **options: Any) -> dict[str, Any]:
