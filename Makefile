@@ -61,8 +61,8 @@ test-integrations: install $(VENV)/.integrations ## run the tests with Hugging F
 test-llamafactory: install $(VENV)/.integrations build/llamafactory/.installed ## run the tests with LLaMA-Factory
 	PYTHONPATH=$(CURDIR)/build/llamafactory $(VENV)/bin/python -m pytest -m integrations tests/integrations/test_llamafactory.py $(ARGS)
 
-test-late: install ## run the tests on the device of tests/late, whose copies and compute are late, in a process of its own
-	$(VENV)/bin/python -m pytest -m late tests/late $(ARGS)
+test-late: install ## run the tests on the device of tests/late, whose copies and compute are late, in processes of their own
+	$(VENV)/bin/python -m pytest $(PARALLEL) -m late tests/late $(ARGS)
 
 fuzz: install ## train composed models and loops by the engine and by plain PyTorch
 	$(VENV)/bin/python tests/fuzz/run.py --seeds $(SEEDS) $(ARGS)
