@@ -30,6 +30,7 @@ def in_this_process(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     return dict(json.loads(json.dumps(run.measure(args, kind))))
 
 
+@pytest.mark.campaign
 def test_a_tiny_shape_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(run, "child", in_this_process)
     result = result_of(monkeypatch, tmp_path, "--peers", *HERE)

@@ -61,6 +61,7 @@ def run_main(module: Any, monkeypatch: pytest.MonkeyPatch, folder: Path, *flags:
     return page.load(folder / f"{name}.json")
 
 
+@pytest.mark.campaign
 def test_a_tiny_step_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every kind runs in this process, and its result passes through JSON as a child's does."""
     step = importlib.import_module("step")

@@ -21,7 +21,7 @@ TINY = replace(SHAPE, num_layers=4)
     "case",
     [
         Case("v100", "fp32", "", 1, 0.6, 0.4),
-        Case("v100", "8bit", "clipping", 2, 0.2, 0.4),
+        pytest.param(Case("v100", "8bit", "clipping", 2, 0.2, 0.4), marks=pytest.mark.campaign),
     ],
     ids=lambda case: case.name,
 )

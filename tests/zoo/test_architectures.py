@@ -51,6 +51,7 @@ def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "WAYS", ("loop",))
 
 
+@pytest.mark.campaign
 @pytest.mark.usefixtures("few_runs")
 def test_reformer_from_seeded_numbers_and_from_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reformer calls `torch.seed` in each layer, so plain PyTorch differs from itself."""
@@ -61,6 +62,7 @@ def test_reformer_from_seeded_numbers_and_from_entropy(monkeypatch: pytest.Monke
     assert verdict.kind == "cannot" and "differs from itself" in verdict.reason
 
 
+@pytest.mark.campaign
 @pytest.mark.usefixtures("few_runs")
 def test_phimoe_from_the_same_and_from_other_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Phi-MoE's router samples its experts. Numbers in another order are a difference, which is found."""
