@@ -8,9 +8,9 @@ from pydantic import Field, field_validator
 
 from infinity.config.fields import (
     CountOrZero,
-    Fraction,
     Number,
     Section,
+    Share,
     Size,
     SizeOrAuto,
     SizeOrZeroOrAuto,
@@ -36,7 +36,7 @@ class Memory(Section):
     most half of the limit. Units get room in the order of the model, each with all its states; frozen units come last.
     Without Infinity's kernels for the device, no such state stays, since torch's update gives other bits."""
 
-    device_optimizer: Fraction | None = None
+    device_optimizer: Share | None = None
     """Share of the optimizer states, by elements, that stays on an accelerator although `offload_optimizer` places them
     elsewhere: those of the first units, with their gradients. 0: no state stays there. By default, as many as `device`
     allows; without `device`, none. A share that does not fit is refused. No effect on the CPU, whose memory is the
@@ -95,7 +95,7 @@ class Infinity(Section):
     loss scale); `after_backward`: all units before `step()` returns; `next_forward`: each unit before its next use. All
     give the same results. `auto`: `during_backward`, or `next_forward` with clipping or a loss scale."""
 
-    forward_updates: Fraction = 0.0
+    forward_updates: Share = 0.0
     """Share of the parameters that the next forward updates although the others are updated during backward: those of
     units spread evenly over the model, which keep their gradients until then. The drive then works during forward too,
     which shortens steps that it bounds; `infinity plan` advises it. In 16 bits, each of these parameters moves 4 more

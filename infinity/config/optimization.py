@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
 
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
-from infinity.config.fields import Beta, Count, CountOrZero, Fraction, Number, Positive, Section, Switch
+from infinity.config.fields import Beta, Count, CountOrZero, Number, Positive, Section, Share, Switch
 from infinity.rules import RULES, Rule, RuleName, rule_of_type
 
 _TYPES: dict[str, Any] = {"number": Number, "positive": Positive, "betas": tuple[Beta, Beta], "switch": Switch}
@@ -128,10 +128,10 @@ class WarmupDecayLRParams(WarmupLRParams, TotalSteps):
 class WarmupCosineLRParams(TotalSteps):
     """Constants of WarmupCosineLR. Ratios are fractions of the optimizer's learning rate."""
 
-    warmup_min_ratio: Fraction = 0.0
+    warmup_min_ratio: Share = 0.0
     """Learning rate at the first step, as a fraction of the optimizer's `lr`."""
 
-    cos_min_ratio: Fraction = 0.0001
+    cos_min_ratio: Share = 0.0001
     """Learning rate at the end, as a fraction of the optimizer's `lr`."""
 
 
@@ -221,10 +221,10 @@ class OneCycleParams(Section):
     cycle_momentum: Switch = True
     """Set `betas`: the first falls while the rate rises, and rises while it falls; the second is 0.99."""
 
-    cycle_min_mom: Fraction = 0.8
+    cycle_min_mom: Share = 0.8
     """Momentum in the middle of the cycle."""
 
-    cycle_max_mom: Fraction = 0.9
+    cycle_max_mom: Share = 0.9
     """Momentum at both ends of the cycle."""
 
     decay_mom_rate: Number = 0.0

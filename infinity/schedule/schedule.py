@@ -7,7 +7,8 @@ take.
 
 Several ranks have to fetch, evict and reduce alike, since a fetch and a reduction are collectives. So with several
 ranks these decisions follow from the trace and the plan alone. Ranks may differ in whether a unit is updated now:
-`UnitStore.release_passed` keeps the free buffers alike.
+`UnitStore.release_passed` keeps the free buffers alike. A rule that counts updates could therefore differ between
+ranks; the plan chooses units instead.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class UnitStore:
         unit.unpin()
         if not unit.pin_count and self.buffers.exceed(unit):
             with self.moving():
-                self._evict(unit)
+                self._release(unit)
 
     def is_viewed(self, unit: Unit) -> bool:
         """Return whether anything but its parameters refers to a resident unit's buffer, once no update writes it."""
@@ -163,7 +163,7 @@ class UnitStore:
         if lease is not None:
             return lease
         for victim in self.buffers.by_cost(unit):
-            self._evict(victim)
+            self._release(victim)
             lease = self.buffers.free(unit)
             if lease is not None:
                 return lease
@@ -183,7 +183,7 @@ class UnitStore:
             return lease
         # One victim is enough, since buffers of a size class are interchangeable.
         for victim in self.buffers.later_than(unit):
-            self._evict(victim)
+            self._release(victim)
             return self.buffers.free(unit)
         return None
 
@@ -348,7 +348,7 @@ class UnitStore:
         """
         if self._is_rewritten_in_tier_only(unit):
             with self.moving():
-                self._evict(unit)
+                self._release(unit)
 
     def _take_edit(self, unit: Unit, *, later: bool) -> tuple[Callable[[], None] | None, Transfer]:
         """Bring an edit of the buffer to the states that the next update starts from.
@@ -409,7 +409,7 @@ class UnitStore:
         kept = self.kept.take(unit)
         # Two values of one parameter, the edit and the update, and no order between them: raise instead of choosing.
         if self.kept.is_edited(unit, kept):
-            self._evict(unit)
+            self._release(unit)
             raise edit_lost(unit)
         if viewed:
             kept.buffer[: unit.lease.nbytes].copy_(unit.lease.tensor)
@@ -523,7 +523,7 @@ class UnitStore:
             for unit in self.units:
                 edited = self.kept.is_edited(unit)
                 if unit.lease is not None:
-                    self._evict(unit)
+                    self._release(unit)
                 # An update in the tier alone leaves no buffer, but its write is still under way.
                 else:
                     self.await_update(unit.take_update())
@@ -540,7 +540,7 @@ class UnitStore:
             residents.remove_parameters(unit)
         self.kept.clear()
 
-    def _evict(self, unit: Unit) -> None:
+    def _release(self, unit: Unit) -> None:
         # The update writes from this buffer, and a transfer writes to it: neither may outlive the lease.
         self.await_update(unit.take_update())
         if (transfer := unit.take_transfer()) is not None:
@@ -615,7 +615,7 @@ class UnitStore:
             unit.note_fingerprint(None)  # other ranks' shards may have changed too
             self._drop(unit)
         else:
-            self._evict(unit)
+            self._release(unit)
 
     def _leave(self, unit: Unit) -> None:
         """Unregister the buffer of a resident unit as its parameters' memory."""

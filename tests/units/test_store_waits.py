@@ -163,7 +163,7 @@ def test_a_unit_leaves_its_buffer_once_its_update_has_ended(engine: TrainingEngi
     """Its write reads the buffer, which another unit is given next."""
     unit = resident(engine)
     before = pending_update(unit)
-    engine.parts.store._evict(unit)
+    engine.parts.store._release(unit)
     assert before.waited and unit.residency is Residency.RELEASED
 
 
