@@ -191,10 +191,13 @@ def _simulated(
     links: Links,
     *,
     train_batch: bool = False,
-    steps: int = 3,
+    steps: int | None = None,
     times: Times | None = None,
 ) -> Simulation:
     facts = machine.device_info(config)
+    if steps is None:
+        # Ranks know from the third step on when a unit's gradients are complete; until then, gradients are stored.
+        steps = 3 if machine.ranks == 1 else 4
     return simulate(
         model.module,
         config,

@@ -34,6 +34,16 @@ def test_bytes_without_bandwidths_are_those_of_a_simulated_step(
     assert counted.plan == simulated.plan
 
 
+@pytest.mark.parametrize("machine", MACHINES, ids=["host", "gpus"])
+def test_a_predicted_step_moves_the_bytes_of_every_later_one(machine: Machine, tmp_path: Path) -> None:
+    config = engine_config(folder=tmp_path, debug=False)
+    step = predict(lambda: gpt2(SHAPE, None), config, machine, LINKS).simulation
+    assert step is not None
+    for later in (len(step.steps), len(step.steps) + 1):
+        again = planner._simulated(gpt2(SHAPE, None), machine.resolved(config), machine, LINKS, steps=later)
+        assert (again.nvme_bytes_read, again.nvme_bytes_written) == (step.nvme_bytes_read, step.nvme_bytes_written)
+
+
 @pytest.mark.parametrize("within", [0, 105, 175])
 def test_a_peak_inside_a_block_gives_way_to_one_that_grows_with_depth(
     within: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -81,6 +81,7 @@ _OF_STATE = {"master": "fp32_param", "gradient": "grad"}
 
 CALLS = frozenset(_FUNCTIONS)
 """Calls of the script, which exchange nothing."""
+# A new operation counts as synchronous. Leave it out here if a rank can end it before another begins it.
 _SYNCHRONOUS = frozenset(Operation) - CALLS - {Operation.BROADCAST, Operation.GIVE_UP}
 _STATES = ("master", "gradient", *dict.fromkeys(chain(*(rule.moments for rule in RULES.values()))))
 """Names of a parameter's states, which an announcement counts."""
