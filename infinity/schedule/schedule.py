@@ -112,7 +112,7 @@ class Schedule:
     def __init__(
         self,
         nbytes: Sequence[int],
-        sizes: Sequence[int],
+        buffer_bytes: Sequence[int],
         step: Step,
         *,
         prefetch_bytes: int,
@@ -120,7 +120,7 @@ class Schedule:
         sums_whole: bool = False,
         in_forward: Collection[int] = (),
     ) -> None:
-        """nbytes: bytes of each unit. sizes: bytes of the buffer of each unit. prefetch_bytes: of units to fetch ahead.
+        """nbytes: padded bytes of each unit. buffer_bytes: those of its buffer. prefetch_bytes: of units fetched ahead.
         alone: there is one rank. sums_whole: gradients are summed over micro-batches before they are reduced.
         in_forward: units that are not updated during backward.
         """
@@ -130,7 +130,7 @@ class Schedule:
         self.alone = alone
         self.prefetch_bytes = prefetch_bytes
         self._nbytes = nbytes
-        self._sizes = sizes
+        self._buffer_bytes = buffer_bytes
         self._sums_whole = sums_whole
         self._in_forward = frozenset(in_forward)
 
@@ -156,10 +156,11 @@ class Schedule:
         """Return (distance of next use, unit) for those of `evictable` whose buffer `unit` could take.
 
         The one needed furthest in future comes first (Belady 1966), or the least recently used without a trace. The
-        unit in use is left out. [Note: why eviction follows Belady]
+        unit in use is left out. Distances differ, except for units that the trace lacks (inf). [Note: why eviction
+        follows Belady]
         """
-        size, last, next_use = self._sizes[unit], self.trace.last, self.trace.next_use
-        found = [(next_use(each), each) for each in evictable if self._sizes[each] == size and each != last]
+        size, last, next_use = self._buffer_bytes[unit], self.trace.last, self.trace.next_use
+        found = [(next_use(each), each) for each in evictable if self._buffer_bytes[each] == size and each != last]
         found.sort(reverse=True)
         return found
 
@@ -169,11 +170,11 @@ class Schedule:
         buffers: number of buffers of the unit's size. False without a trace. Each unit of that size that is used
         before counts once.
         """
-        size = self._sizes[unit]
+        size = self._buffer_bytes[unit]
         for other in self.trace.order():
             if other == unit or not buffers:
                 break
-            buffers -= self._sizes[other] == size
+            buffers -= self._buffer_bytes[other] == size
         else:
             return False
         return not buffers

@@ -2,7 +2,7 @@
 
 A front door sets `first_iteration`, the iteration of the first update: 0 for the schedulers of a config, -1 for
 DeepSpeed's classes, whose first `step` leads to 0. Warm-ups and linear decays count iterations, and all other
-schedules count the updates before this one, iteration - first_iteration.
+schedules count the updates before this one, iteration - first_iteration, as DeepSpeed's do.
 """
 
 from __future__ import annotations
