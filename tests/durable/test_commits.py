@@ -22,6 +22,7 @@ from infinity.plan.placement import Extent
 from infinity.tiers.durable import DurableTier
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import DONE, Transfer
+from infinity.update.job import UpdateProgress
 from support.held_commits import HeldCommits
 from support.late_disk import LateTransfer
 
@@ -136,6 +137,16 @@ def test_a_wait_that_would_never_end_is_refused() -> None:
     committing._promise = Pending()  # type: ignore[assignment]
     with pytest.raises(UsageError, match="after_backward"):
         committing.wait()
+
+
+def test_abandoning_fails_the_updates_that_have_not_begun() -> None:
+    """The thread waits for them, and nobody would begin them."""
+    waiting, begun = UpdateProgress(), UpdateProgress()
+    begun.began.keep()
+    Committing(Step([waiting, begun], (), {}, Progress(0, 0, [], None, None), [], dict)).abandon()
+    with pytest.raises(StorageError, match="closed before the update"):
+        waiting.done.wait()
+    assert not begun.done.done()
 
 
 def test_waiting_raises_the_error_of_the_last_commit(parts: Parts) -> None:
