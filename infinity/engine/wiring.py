@@ -53,9 +53,9 @@ from infinity.units.discover import ModelUnits
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
-from infinity.update.job import UpdateBuffers
 from infinity.update.kernels import Kernels
 from infinity.update.pipeline import UpdatePipeline
+from infinity.update.tiles import UpdateBuffers
 
 if TYPE_CHECKING:
     from infinity.config import Config

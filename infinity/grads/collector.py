@@ -7,7 +7,7 @@ is sent on and completed by addition. `TrainingRunner`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,6 +16,7 @@ import torch
 from infinity.comm.communicator import Communicator
 from infinity.errors import ModelError
 from infinity.grads.buffers import GradBuffers, Sent
+from infinity.grads.held import HeldGradients
 from infinity.grads.store import GradStore
 from infinity.plan.layout import Slot
 from infinity.tiers.pool import Lease, Pool
@@ -49,58 +50,6 @@ class _Open:
         return total
 
 
-class HeldGradients:
-    """Gradients of units in several pieces of a micro-batch's backward, held until the last of these pieces.
-
-    So each unit receives the gradients of a micro-batch as in an undivided backward: together, and summed for each
-    parameter in the order of the pieces, in the dtype in which autograd sums.
-    """
-
-    def __init__(self, pieces: Mapping[int, Sequence[int]]) -> None:
-        """pieces: unit → the pieces, numbered in the order of backward, in which it receives gradients."""
-        self._last = {unit: max(numbers) for unit, numbers in pieces.items()}
-        self._shared = {unit for unit, numbers in pieces.items() if len(set(numbers)) > 1}
-        self._pieces = {unit: frozenset(numbers) for unit, numbers in pieces.items()}
-        self._present = (0, 0)
-        self._held: dict[int, dict[int, dict[int, torch.Tensor]]] = {}
-        """micro-batch → unit → slot → gradient."""
-
-    def begin(self, micro_batch: int, piece: int) -> None:
-        """Begin the backward of a piece."""
-        self._present = micro_batch, piece
-
-    def take(self, unit: int, slot: int, gradient: torch.Tensor, name: str) -> bool:
-        """Keep a gradient that has arrived. Returns False if its unit is in this piece only. name: the parameter's."""
-        micro_batch, piece = self._present
-        if piece not in self._pieces.get(unit, ()):
-            raise ModelError(
-                f"{name} received a gradient in another part of backward than the graph of the model shows, as in a "
-                "backward inside of a backward. Leave blocks out of engine.train_batch()."
-            )
-        if unit not in self._shared:
-            return False
-        slots = self._held.setdefault(micro_batch, {}).setdefault(unit, {})
-        before = slots.get(slot)
-        if before is not None:
-            gradient = before + gradient if before.layout is torch.strided else gradient + before
-        slots[slot] = gradient
-        return True
-
-    @property
-    def is_due(self) -> bool:
-        """Return whether gradients wait for the end of the present piece."""
-        micro_batch, piece = self._present
-        return any(self._last[unit] == piece for unit in self._held.get(micro_batch, ()))
-
-    def due(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Remove and yield (unit, slot, gradient) of the units whose last piece is the present one."""
-        micro_batch, piece = self._present
-        units = self._held.get(micro_batch, {})
-        for unit in [unit for unit in units if self._last[unit] == piece]:
-            for slot, gradient in units.pop(unit).items():
-                yield unit, slot, gradient
-
-
 class GradCollector:
     """Collects the gradients of one step. Called from the thread that runs backward."""
 
@@ -119,7 +68,7 @@ class GradCollector:
     # -- arrival -----------------------------------------------------------------------------------------------------
 
     def holds_back(self, unit: Unit, slot: int, gradient: torch.Tensor) -> bool:
-        """Return whether a gradient was kept for a later piece of its micro-batch (`HeldGradients`)."""
+        """Return whether a gradient was kept for a later piece of its micro-batch (`infinity.grads.held`)."""
         held = self._held
         return held is not None and held.take(unit.index, slot, gradient, unit.layout.slots[slot].name)
 

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from infinity import concurrency
 from infinity.plan.layout import UnitLayout
 from infinity.tiers.transfer import DONE
-from infinity.update.job import INLINE, PlacedUpdate, RunningJob, TileInFlight, UpdateBuffers
+from infinity.update.job import INLINE, PlacedUpdate
 from infinity.update.stages import Kernel, UpdateStages
+from infinity.update.tiles import RunningJob, TileInFlight, UpdateBuffers
 
 
 class UpdatePipeline:

@@ -16,7 +16,8 @@ from infinity.concurrency import now
 from infinity.plan.layout import Run, UnitLayout
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Failed, Transfer
-from infinity.update.job import PlacedUpdate, RunningJob, TileInFlight, UnitTiles, UpdateBuffers, UpdateJob
+from infinity.update.job import PlacedUpdate, UpdateJob
+from infinity.update.tiles import RunningJob, TileInFlight, UnitTiles, UpdateBuffers
 
 Kernel = Callable[..., None]
 """(states by name, param, grad, hyper, step, grad_scale, first, *, background) for one run of elements; see

@@ -17,9 +17,10 @@ from infinity.tiers.accelerator import StreamTransfer
 from infinity.tiers.pool import Pool
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import Promise, Transfer, issued
-from infinity.update.job import Gradient, PlacedUpdate, Squares, UpdateBuffers, UpdateJob
+from infinity.update.job import Gradient, PlacedUpdate, Squares, UpdateJob
 from infinity.update.kernels import update_run
 from infinity.update.pipeline import UpdatePipeline
+from infinity.update.tiles import UpdateBuffers
 from late.device import LateAccelerator
 
 NUMEL = 4096

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import example, given, strategies as st
 
-from infinity.schedule.schedule import Arrivals
+from infinity.schedule.arrivals import Arrivals
 
 
 def backward(arrivals: Arrivals, *units: int, in_pieces: bool = False) -> bool:

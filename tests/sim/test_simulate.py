@@ -15,6 +15,7 @@ from torch import nn
 
 from infinity.activations.room import Stored
 from infinity.activations.store import ActivationStore
+from infinity.engine.platform import Platform
 from infinity.errors import ConfigError, ModelError
 from infinity.nn.loss import CHUNK_ELEMENTS
 from infinity.observe.timeline import LANES
@@ -24,6 +25,7 @@ from infinity.sim.compute import Compute
 from infinity.sim.device import DeviceFacts
 from infinity.sim.gpt2 import GPT2, GPT2Config
 from infinity.sim.machine import Links
+from infinity.sim.platform import SimulatedPlatform
 from infinity.sim.ranks import Ranks
 from infinity.sim.simulate import Simulation, simulate
 from support.configs import engine_config
@@ -342,3 +344,9 @@ def assert_no_threads() -> None:
         if thread.name.startswith("infinity-"):
             threading.Thread.join(thread, 5)  # in real time: a simulated thread's own join waits in virtual time
             assert not thread.is_alive()
+
+
+def test_a_simulated_platform_makes_every_part_itself() -> None:
+    """A part that it inherited would open files, or exchange bytes, of this machine."""
+    made = {name for name in vars(Platform) if not name.startswith("_")} - {"kernels"}
+    assert made <= vars(SimulatedPlatform).keys()

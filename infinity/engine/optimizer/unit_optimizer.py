@@ -59,7 +59,7 @@ class HandedOver(dict[Any, Any]):
     clear = get = items = keys = pop = popitem = setdefault = update = values = _refuse
 
 
-class Trainer(Protocol):
+class Engine(Protocol):
     """The calls that an optimizer makes to its engine (`infinity.engine.training`)."""
 
     def apply_gradients(self) -> None: ...
@@ -79,7 +79,7 @@ class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
         self,
         groups: list[dict[str, Any]],
         hyper: Hyper,
-        engine: Trainer,
+        engine: Engine,
         states: TierStates,
         loss_scale: LossScale,
     ) -> None:

@@ -24,7 +24,7 @@ from infinity.engine.vertical.checks import BufferChanges, LossFunction, RandomS
 from infinity.engine.vertical.order import Forward, VerticalOrder, backward
 from infinity.engine.vertical.pieces import refused
 from infinity.errors import ModelError, UsageError
-from infinity.grads.collector import HeldGradients
+from infinity.grads.held import HeldGradients
 from infinity.observe.log import logger
 from infinity.plan import pools
 

@@ -20,7 +20,7 @@ from infinity.engine.vertical.checks import BufferChanges
 from infinity.engine.vertical.coroutine import Coroutine
 from infinity.engine.vertical.pieces import Boundary, Graph, backward_passes, refused
 from infinity.errors import ModelError
-from infinity.grads.collector import HeldGradients
+from infinity.grads.held import HeldGradients
 from infinity.interrupts import uninterrupted
 from infinity.units import residents
 
