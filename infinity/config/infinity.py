@@ -95,6 +95,14 @@ class Infinity(Section):
     loss scale); `after_backward`: all units before `step()` returns; `next_forward`: each unit before its next use. All
     give the same results. `auto`: `during_backward`, or `next_forward` with clipping or a loss scale."""
 
+    speculate: Literal["auto", False] = "auto"
+    """`auto`: with clipping or a loss scale and `update: auto`, update during backward as if no gradient had to be
+    scaled, and keep the states of before until `step()` knows the norm. If gradients were clipped or overflowed, the
+    update is dropped and made again with the right scale, so the results are the same. It applies to units with
+    optimizer states on nvme, and beside an accelerator in host memory, as far as there is room for a second copy of
+    parameters and optimizer states: the free space of `nvme_path`, and in host memory the rest of `memory.host`. Other
+    units are updated in the next forward. `false`: all are."""
+
     forward_updates: Share = 0.0
     """Share of the parameters that the next forward updates although the others are updated during backward: those of
     units spread evenly over the model, which keep their gradients until then. The drive then works during forward too,

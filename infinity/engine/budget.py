@@ -18,7 +18,7 @@ from infinity.comm.agreement.comparison import config_in_common
 from infinity.errors import ConfigError
 from infinity.plan.budget import Budget
 from infinity.plan.plan import Plan, make_plan
-from infinity.plan.policy import DeviceInfo, RankInfo, compute_dtype
+from infinity.plan.policy import DeviceInfo, RankInfo, compute_dtype, speculates
 from infinity.tiers.available import available_memory
 from infinity.tiers.files import check_folder
 from infinity.units.discover import ModelUnits, discover_model, unit_size_of
@@ -33,8 +33,9 @@ _UNLIMITED = (1 << 63) - 1
 """Stands for no limit where ranks take the smallest one."""
 
 
-def budget_of(config: Config, ranks: Communicator, *, computes_on_host: bool) -> Budget:
-    """Return this rank's budget. Collective with `auto`: the ranks take the smallest one, since they place alike.
+def budget_of(config: Config, ranks: Communicator, *, computes_on_host: bool, train: bool) -> Budget:
+    """Return this rank's budget. Collective with `auto`, and for drafts on nvme: the ranks take the smallest one, since
+    they place alike.
 
     Raises ConfigError for a limit on nvme without a `nvme_path`.
     """
@@ -47,11 +48,13 @@ def budget_of(config: Config, ranks: Communicator, *, computes_on_host: bool) ->
     local = ranks.local_size
     host = host_share(available_memory(), computes_on_host=computes_on_host) if memory.host == "auto" else memory.host
     nvme = nvme_share(free_nvme([str(folder) for folder in folders])) if memory.nvme == "auto" else memory.nvme
-    sizes = [_UNLIMITED if nbytes is None else nbytes // local for nbytes in (host, nvme)]
-    if "auto" in (memory.host, memory.nvme):
+    drafts = train and speculates(config) and bool(folders)
+    free = free_on_each([str(folder) for folder in folders]) if drafts else None
+    sizes = [_UNLIMITED if nbytes is None else nbytes // local for nbytes in (host, nvme, free)]
+    if drafts or "auto" in (memory.host, memory.nvme):
         sizes = ranks.smallest(sizes, config_in_common(config))
-    host, nvme = (None if size == _UNLIMITED else size for size in sizes)
-    return Budget(host, memory.host_params, nvme, memory.device_optimizer)
+    host, nvme, free = (None if size == _UNLIMITED else size for size in sizes)
+    return Budget(host, memory.host_params, nvme, memory.device_optimizer, free)
 
 
 def host_share(free: int, *, computes_on_host: bool) -> int:
@@ -73,6 +76,18 @@ def free_nvme(folders: list[str]) -> int:
         check_folder(Path(folder))
     free = {os.stat(folder).st_dev: shutil.disk_usage(folder).free for folder in folders}
     return sum(free.values())
+
+
+def free_on_each(folders: list[str]) -> int:
+    """Return the bytes that fit into `folders` if each takes as many, less those that `nvme_share` leaves.
+
+    Raises StorageError for a folder that does not exist.
+    """
+    for folder in folders:
+        check_folder(Path(folder))
+    devices = [os.stat(folder).st_dev for folder in folders]
+    each = (shutil.disk_usage(folder).free // devices.count(dev) for folder, dev in zip(folders, devices, strict=True))
+    return nvme_share(min(each) * len(folders))
 
 
 def plan_units(

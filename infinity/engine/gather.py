@@ -198,6 +198,7 @@ def set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
         name = unit.layout.slots[slot].name
         raise UsageError(f"{name} has no gradient in this step: call set_full_grad between backward and step")
     trainer = owner[0]
+    trainer.updates.runner.withdraw(unit)  # its draft used the gradient of before
     flat, values, factor = _gradient(trainer, unit, slot)
     values.copy_(trainer.ranks.model.part(param, value) * factor)
     trainer.updates.gradients.write(unit, flat)

@@ -440,6 +440,14 @@ class TrainingEngine(CheckpointingEngine):
                     raise changed_during_update(group, ", ".join(names))
         return present
 
+    def _expected(self) -> tuple[float, float]:
+        """Return the factor of gradients, summed over ranks, if `step` has to scale none, and the sum of squares of
+        gradients above which it has to.
+        """
+        scale = 1.0 / (self.parts.plan.grad_divisor * self.loss_scale.value)
+        limit = self.config.gradient_clipping or math.inf
+        return scale, (limit / scale) ** 2
+
     def _make_due(self) -> bool:
         """Turn stored gradients into pending updates, and start those of units that are in a buffer. Return False if
         the gradients overflowed and the step is skipped.
@@ -449,7 +457,7 @@ class TrainingEngine(CheckpointingEngine):
         for unit in parts.units:
             if unit.update is not None and unit.update.done.done():
                 unit.update.done.wait()
-        scale = 1.0 / (parts.plan.grad_divisor * self.loss_scale.value)
+        scale, _ = self._expected()
         self._grad_norm.forget()
         clipping, scaled = self.config.gradient_clipping > 0, self.config.scales_loss
         if clipping or scaled or (self.config.infinity.check_nan and (gradients.units or not self.ranks.is_single)):
@@ -465,7 +473,6 @@ class TrainingEngine(CheckpointingEngine):
                 scale *= coefficient if not coefficient > 1.0 else 1.0  # NaN propagates, as in torch
         elif self.ranks.is_single:
             self._grad_norm.set_later(gradients.step_squares(), scale)
-        gradients.settle()
         self.updates.runner.make_due(scale)
         self.loss_scale.passed()
         return True
@@ -474,6 +481,7 @@ class TrainingEngine(CheckpointingEngine):
         """Drop the step's gradients, which are not finite, and adjust the loss scale and the counters."""
         self.updates.gradients.settle()
         self._end_step()
+        self.parts.schedule.speculation.end_step(scaled=True)
         self.global_steps += 1
         self.parts.schedule.trace.end_step()
         self.skipped_steps += 1
@@ -586,7 +594,7 @@ class TrainingEngine(CheckpointingEngine):
         self._step.begin_backward()
         if self.updates.durable is not None:
             self.updates.runner.start_due_updates()  # updates of this backward wait for a commit, and that for these
-        self.updates.runner.use_hypers(self.optimizer.hypers())
+        self.updates.runner.begin_backward(self.optimizer.hypers(), *self._expected())
         if not self.ranks.is_single and has_backward_hooks(self.module):
             self.parts.store.begin_backward()  # the hooks may edit parameters
 

@@ -8,6 +8,7 @@ when to update the unit → the gradient lands for an update that starts now (`s
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
@@ -35,6 +36,7 @@ from infinity.units.compiled import eager
 from infinity.units.released import take_grad
 from infinity.units.store import UnitStore
 from infinity.units.unit import Residency, Unit
+from infinity.update.draft import Ceiling, Draft
 from infinity.update.job import Gradient, UpdateJob
 from infinity.update.pipeline import UpdatePipeline
 
@@ -66,6 +68,11 @@ class TrainingRunner(Runner):
         self._pipeline = pipeline
         self._early_scale = 1.0 / plan.grad_divisor
         """Factor of gradients, summed over ranks, in updates during backward."""
+        self._drafts: dict[int, UpdateJob] = {}
+        """unit → its draft in this step, which is neither kept nor taken back yet."""
+        self._assumed: tuple[float, Sequence[Hyper]] = 1.0, ()
+        """Factor of gradients and hyper-parameters of the step's drafts."""
+        self._ceiling = Ceiling(math.inf)
         self._check_nan = plan.check_nan
         self._loss_check: LossCheck | None = None
         """The check of the running backward's loss, for which its updates wait; None: the loss is finite."""
@@ -115,6 +122,8 @@ class TrainingRunner(Runner):
 
     def _collect(self, unit: Unit, slot: int, gradient: torch.Tensor) -> None:
         step, arrivals = self.schedule.step, self.schedule.arrivals
+        if unit.index in self.schedule.speculation.drafted:
+            self.withdraw(unit)  # a backward inside of a backward, which its graph did not show
         if unit.index in step.updated:
             raise LifetimeError(
                 f"unit {unit.name} received a gradient after its update in the same step, from a backward inside of a "
@@ -150,23 +159,27 @@ class TrainingRunner(Runner):
         sent = self._collector.send(unit, last=step.may_end)
         if self._loss_check is not None and step.is_last_micro_step and step.updates_early:
             self._loss_check.start()  # here, since ranks may differ in the answer
-        if step.is_last_micro_step and self._is_finished_with(unit) and not self._coming.expects(unit):
+        update = self._when_updated(unit) if step.is_last_micro_step else Update.AT_STEP
+        if update is Update.NOW:
             step.add_updated([unit.index])
             self.start_update(unit, self._job(unit, self._early_scale, self._gradients.land(sent)))
-            return
-        self._gradients.keep(sent)
-        if step.is_last_micro_step:
-            self._postpone(unit)
+        elif update is Update.DRAFT and not self._ceiling.is_exceeded:
+            self._start_draft(unit, self._gradients.keep(sent, lands=True))
+        else:
+            self._gradients.keep(sent)
+            if step.is_last_micro_step:
+                self._postpone(unit)
 
-    def _is_finished_with(self, unit: Unit) -> bool:
-        """Return whether this backward needs neither the unit's parameters nor a norm over all gradients."""
+    def _when_updated(self, unit: Unit) -> Update:
+        """Return when the unit, whose last gradient of the step is sent, is updated."""
         may_be_read = unit.residency is not Residency.RESIDENT or unit.references > 0
         is_viewed = partial(self.store.is_viewed, unit)
-        return self.schedule.update(unit.index, may_be_read=may_be_read, is_viewed=is_viewed) is Update.NOW
+        update = self.schedule.update(unit.index, may_be_read=may_be_read, is_viewed=is_viewed)
+        return Update.AT_STEP if self._coming.expects(unit) else update
 
     def _postpone(self, unit: Unit) -> None:
         """Leave the update of a unit, whose gradient is complete, to the end of the step."""
-        if self.schedule.step.updates_early:
+        if self.schedule.step.updates_early or unit.index in self.schedule.speculation.drafted:
             if self.schedule.alone or unit.residency is not Residency.RESIDENT:
                 return
             if self.schedule.trace.passed(unit.index):
@@ -188,7 +201,9 @@ class TrainingRunner(Runner):
         finally:
             self._loss_check = None
 
-    def _job(self, unit: Unit, scale: float, gradient: Future[Gradient] | None) -> UpdateJob:
+    def _job(
+        self, unit: Unit, scale: float, gradient: Future[Gradient] | None, draft: Draft | None = None
+    ) -> UpdateJob:
         """Return the job that updates `unit` in this step. gradient: None to read it from its tier."""
         slots, rank = self._gradients.slots, self._ranks.shard_rank
         return UpdateJob(
@@ -198,6 +213,7 @@ class TrainingRunner(Runner):
             scale,
             unit.layout.first + unit.layout.shard_range(rank)[0],
             gradient,
+            draft=draft,
             require_finite=gradient is not None and self._check_nan,
             allowed=None if gradient is None or self._loss_check is None else self._loss_check.passed,
             gate=unit.snapshot_read,
@@ -234,11 +250,79 @@ class TrainingRunner(Runner):
                     self.start_update(unit, unit.due_update)
 
     def settle(self) -> None:
-        """Start every pending update and wait until all are done and written back."""
+        """Take back drafts, start every pending update, and wait until all are done and written back."""
+        self._take_back_drafts()
         self.start_due_updates()
         self.store.await_updates()
         with self.store.moving():
             self._pipeline.drop_ahead()
+
+    # -- drafts ------------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, hypers: Sequence[Hyper], scale: float, ceiling: float) -> None:
+        """Let updates during the backward that begins use `hypers`, one entry per param_group.
+
+        Drafts assume that `engine.step()` scales gradients, which are summed over ranks, by `scale`; it does not if
+        their squares exceed `ceiling`.
+        """
+        self._take_back_drafts()  # a second backward of the step adds to gradients that drafts have used
+        self.hypers = hypers
+        self._assumed, self._ceiling = (scale, hypers), Ceiling(ceiling)
+
+    def _start_draft(self, unit: Unit, gradient: Future[Gradient] | None) -> None:
+        draft = Draft(unit.steps, self._ceiling)
+        job = self._drafts[unit.index] = self._job(unit, self._assumed[0], gradient, draft)
+        self.start_update(unit, job)
+
+    def use(self, unit: Unit) -> None:
+        if unit.index in self.schedule.speculation.drafted:
+            self.withdraw(unit)
+        super().use(unit)
+
+    @uninterrupted()
+    def withdraw(self, unit: Unit) -> None:
+        """Take back the unit's draft, if any, since its present states are needed before `engine.step()`.
+
+        All ranks call it alike. They release the unit's buffer, although only some may have made the draft.
+        """
+        self.schedule.speculation.remove(unit.index)
+        job = self._drafts.pop(unit.index, None)
+        with self.store.moving():
+            if job is not None:
+                self._take_back(unit, job, keeps_buffer=False)
+            elif not self.schedule.alone:
+                self.store.release(unit)
+
+    def _take_back(self, unit: Unit, job: UpdateJob, *, keeps_buffer: bool) -> None:
+        assert job.draft is not None
+        job.draft.decide(keep=False)
+        self.store.await_update(job.progress)
+        self.store.take_back(unit, keeps_buffer=keeps_buffer)
+
+    def _take_back_drafts(self) -> None:
+        """Take back all drafts."""
+        drafted = sorted(self.schedule.speculation.drafted)
+        for index in drafted:
+            self.withdraw(self.store.units[index])
+
+    def _decide(self, scale: float) -> list[int]:
+        """Keep the step's drafts if gradients are scaled as they assume, else take them back. Returns the units that
+        they update.
+        """
+        keep = (scale, self.hypers) == self._assumed
+        drafts, self._drafts = self._drafts, {}
+        kept = []
+        with self.store.moving():
+            for index, job in drafts.items():
+                assert job.draft is not None
+                if job.draft.decide(keep=keep):
+                    kept.append(index)
+                else:
+                    self.store.await_update(job.progress)
+                    self.store.take_back(self.store.units[index], keeps_buffer=True)
+        self._gradients.drop(kept)
+        self.schedule.speculation.end_step(scaled=scale != self._assumed[0])
+        return kept
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
@@ -271,8 +355,11 @@ class TrainingRunner(Runner):
 
         scale: factor of the gradients, which are summed over ranks.
         """
+        kept = self._decide(scale)
         ready = self._gradients.take_ready()
-        self.schedule.step.add_updated(ready)
+        if ready:
+            self._gradients.settle()
+        self.schedule.step.add_updated([*kept, *ready])
         units = [self.store.units[index] for index in ready]
         for unit in units:  # all of them first: an error at the start of one leaves the others pending
             unit.postpone(self._job(unit, scale, None))
@@ -294,12 +381,14 @@ class TrainingRunner(Runner):
 
     def end_step(self) -> None:
         """Reset the state of the step, after its gradients were passed to updates or dropped after an overflow."""
+        self._take_back_drafts()
         self._collector.end_step()
         self._forget_step()
 
     @uninterrupted()
     def discard(self) -> None:
         """Drop all gradients collected so far."""
+        self._take_back_drafts()
         self._collector.discard()
         self.schedule.arrivals.discard()
         self._forget_step()

@@ -100,7 +100,7 @@ def plan_model(
         warn_of_emulation(config, compute, device.torch_device)
     info = device.info
     info = replace(info, limit=config.infinity.memory.device or 0, updates=platform.kernels.is_exact(info.type))
-    budget = budget_of(config, ranks, computes_on_host=info.type == "cpu")
+    budget = budget_of(config, ranks, computes_on_host=info.type == "cpu", train=train)
     units, plan = plan_units(
         model, config, groups, ranks.info, info, budget, train=train, dtype=dtype, copies=ranks.model.copies
     )
@@ -196,6 +196,7 @@ def wire(
         alone=ranks.is_single,
         sums_whole=plan.policy.grads_whole,
         in_forward=plan.in_forward,
+        drafted=plan.drafted,
     )
     coming = ComingGradients(backward)
     training: UpdateParts | None = None

@@ -77,6 +77,13 @@ class Landing:
             gradient.release()
             raise
 
+    def read_by_update(self, unit: Unit, gradient: Gradient) -> Gradient:
+        """Return the stored gradient for an update that reads it now."""
+        read = gradient.share()
+        if read.is_in_extent:
+            self._in_extent[unit.index] = read
+        return read
+
     def note_writing(self, unit: Unit, written: Future[None]) -> None:
         """Note the end of a write, before which the extent is neither read nor written."""
         self._writing[unit.index] = written

@@ -7,7 +7,7 @@ waits for writes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -51,6 +51,14 @@ def _squares_of(gradient: Future[Gradient]) -> Squares:
     return Squares(math.nan) if gradient.exception() is not None else gradient.result().squares
 
 
+def _is_over(move: Future[Future[None] | None]) -> bool:
+    """Return whether a move has ended without an error, and its write, too."""
+    if not move.done() or move.exception() is not None:
+        return False
+    written = move.result()
+    return written is None or (written.done() and written.exception() is None)
+
+
 class GradStore:
     """Stores the reduced gradients of one step."""
 
@@ -83,9 +91,11 @@ class GradStore:
         landed = self._landed[sent.unit.index] = move(self._landing.land, sent, self.slots, add)
         return landed
 
-    def keep(self, sent: Sent) -> None:
+    def keep(self, sent: Sent, *, lands: bool = False) -> Future[Gradient] | None:
         """Store a gradient, or add it to the stored one. Raises OutOfSpaceError, before any change, if its tier has too
         little space.
+
+        lands: return it as `land` does, too.
         """
         index = sent.unit.index
         try:
@@ -104,8 +114,10 @@ class GradStore:
             self._unsummed.pop(index, None)
         else:
             self._unsummed[index] = sent.unit
+        landed: Future[Gradient] | None = concurrency.future() if lands else None
         move = self._mover_of(sent, uses_tier=True)
-        self._moves.append(move(self._keep, sent, self.slots, add, squares))
+        self._moves.append(move(self._keep, sent, self.slots, add, squares, landed))
+        return landed
 
     def _mover_of(self, sent: Sent, *, uses_tier: bool) -> Callable[..., Future[Any]]:
         """Return the function that runs a move: in this thread, if nothing has to be waited for and waking the other
@@ -120,7 +132,14 @@ class GradStore:
 
     # -- the threads -------------------------------------------------------------------------------------------------
 
-    def _keep(self, sent: Sent, slots: dict[int, set[int]], add: bool, squares: Future[Squares]) -> Future[None] | None:
+    def _keep(
+        self,
+        sent: Sent,
+        slots: dict[int, set[int]],
+        add: bool,
+        squares: Future[Squares],
+        landed: Future[Gradient] | None,
+    ) -> Future[None] | None:
         """Store a gradient. Returns the end of its write if that continues. slots: `self.slots` of the gradient's step,
         which may have ended since.
         """
@@ -130,9 +149,13 @@ class GradStore:
         # Otherwise the norm at step() would wait for a sum that never comes.
         except BaseException as error:
             squares.set_exception(error)
+            if landed is not None:
+                landed.set_exception(error)
             raise
         try:
             squares.set_result(gradient.squares)
+            if landed is not None:
+                landed.set_result(self._landing.read_by_update(sent.unit, gradient))
             # Another thread waits, so that this one moves the next gradient meanwhile.
             written = None if stored.done() else self._writer.submit(_finish, stored, gradient)
         except BaseException:  # too little memory; the model's thread may wait for this gradient's buffer
@@ -214,6 +237,13 @@ class GradStore:
                 self._squares[index] = self._mover.submit(self._landing.squares_of_stored, unit)
         self._unsummed = {}
 
+    def drop(self, units: Iterable[int]) -> None:
+        """Drop stored gradients, whose update does not need them any more."""
+        for index in units:
+            self.units.discard(index)
+            extent = self._places.placement.of(index, State.GRAD)
+            self._places.tiers[extent.tier].discard(extent)
+
     def take_ready(self) -> list[int]:
         """Return the units with stored gradients, in unit order, and pass the gradients on to the update."""
         units, self.units = sorted(self.units), set()
@@ -221,12 +251,11 @@ class GradStore:
 
     def forget(self) -> None:
         """Reset the step, and drop gradients that were not passed to the update. Moves of the others continue."""
-        for index in self.units:
-            extent = self._places.placement.of(index, State.GRAD)
-            self._places.tiers[extent.tier].discard(extent)
+        self.drop(set(self.units))
         # Memory that no later step has needed goes back here [Note: gradients that wait for an update].
         for tier in self._places.tiers.values():
             tier.trim()
+        self._moves = [move for move in self._moves if not _is_over(move)]
         self.units = set()
         self.slots = {}
         self._squares = {}

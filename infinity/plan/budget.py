@@ -45,6 +45,8 @@ class Budget:
     device_optimizer: float | None = None
     """Share of the optimizer states, by elements, that stays on the device. None: all states of as many units as
     `DeviceInfo.limit` allows; without a limit, none."""
+    free_nvme: int | None = None
+    """Free bytes on nvme, for what an engine can do without. None: unknown, and taken as enough."""
 
 
 def traffic(state: State, policy: Policy, accumulation: int) -> float:

@@ -12,8 +12,8 @@ always written together, if the block size divides the starts of ranges (`checks
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -124,6 +124,8 @@ class Placement:
     """Trained unit → elements of its tiles."""
     granule: int = EXTENT_ALIGNMENT
     """Alignment in bytes of extents and of the ranges in which they are read and written."""
+    seconds: Mapping[tuple[int, State], Extent] = field(default_factory=dict)
+    """Second slots of states of units whose updates may be drafts (`infinity.plan.drafts`)."""
 
     def of(self, unit: int, state: State) -> Extent:
         return self.extents[unit, state]
@@ -131,17 +133,24 @@ class Placement:
     def holds(self, unit: int, state: State) -> bool:
         return (unit, state) in self.extents
 
+    def seconds_in(self, tier: TierKind) -> Mapping[Extent, Extent]:
+        """Return extent → second slot of the extents in `tier` that have one."""
+        return {self.extents[key]: slot for key, slot in self.seconds.items() if slot.tier is tier}
+
     def tiers(self, *states: State) -> set[TierKind]:
         """Return the tiers that hold extents of `states`."""
         return {extent.tier for (_, state), extent in self.extents.items() if state in states}
 
 
 def place(
-    layouts: Sequence[UnitLayout], policy: Policy, faster: Mapping[tuple[int, State], TierKind] | None = None
+    layouts: Sequence[UnitLayout],
+    policy: Policy,
+    faster: Mapping[tuple[int, State], TierKind] | None = None,
+    twice: Collection[tuple[int, State]] = (),
 ) -> Placement:
     """Return the extents of one rank's shards. Frozen units have a `param` extent only.
 
-    faster: (unit index, state) → tier, instead of the policy's.
+    faster: (unit index, state) → tier, instead of the policy's. twice: states with a second slot.
     """
     extents: dict[tuple[int, State], Extent] = {}
     used: dict[TierKind, int] = {}
@@ -170,12 +179,17 @@ def place(
         add(layout, State.OPTIM, full * states.nbytes(tile) + states.nbytes(rest))
         add(layout, State.GRAD, layout.shard_numel * width)
         granule = math.gcd(granule, states.nbytes(tile), tile * width)
+    seconds: dict[tuple[int, State], Extent] = {}
+    for key in sorted(twice):
+        extent = extents[key]
+        seconds[key] = replace(extent, offset=used[extent.tier])
+        used[extent.tier] += aligned(extent.nbytes)
     for tier in passing:
         first = used.setdefault(tier, 0) if not tier.in_memory else 0
         for key, extent in extents.items():
             if key[1] is State.GRAD and extent.tier is tier:
                 extents[key] = replace(extent, offset=first + extent.offset)
-    return Placement(extents, used, passing, tile_sizes, granule)
+    return Placement(extents, used, passing, tile_sizes, granule, seconds)
 
 
 def aligned(nbytes: int) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from infinity.plan.budget import Budget, Faster, fill, on_device
+from infinity.plan.drafts import Drafts, choose_drafts
 from infinity.plan.io import ActivationPlan, IoPlan, plan_activations, plan_io
 from infinity.plan.layout import Discovered, NormOf, UnitLayout, layout_unit
 from infinity.plan.placement import Placement, Policy, State, aligned, place
@@ -23,6 +24,7 @@ from infinity.plan.policy import (
     compute_dtype,
     holds_sums,
     policy,
+    speculates,
     trained_dtype,
     update_schedule,
     updated_in_forward,
@@ -58,6 +60,8 @@ class Plan:
     """When units are updated; None: never, since the engine is for inference."""
     in_forward: frozenset[int]
     """Units that `during_backward` leaves to the next forward (`infinity.forward_updates`)."""
+    drafted: frozenset[int]
+    """Units whose updates may be drafts (`infinity.speculate`)."""
     pools: tuple[PoolSpec, ...]
     prefetch_bytes: int
     """Bytes of units to fetch ahead of the one in use."""
@@ -139,7 +143,8 @@ class Plan:
         states = (State.PARAM,) if self.policy.grads_pass else (State.PARAM, State.GRAD)
         found = [
             (extent.offset, extent.offset + aligned(extent.nbytes))
-            for (_, state), extent in self.placement.extents.items()
+            for extents in (self.placement.extents, self.placement.seconds)
+            for (_, state), extent in extents.items()
             if state in states and extent.tier == tier
         ]
         return sorted(found)
@@ -190,6 +195,7 @@ def make_plan(
         placement=place([], rules),
         update=update_schedule(config) if train else None,
         in_forward=updated_in_forward(layouts, config.infinity.forward_updates) if train else frozenset(),
+        drafted=frozenset(),
         pools=(),
         prefetch_bytes=0,
         cached_bytes=0 if rules.resident else cached_bytes(config, layouts),
@@ -215,15 +221,20 @@ def make_plan(
     placed = partial(_placed, bare, config, discovered)
 
     faster = on_device(layouts, rules, budget, device, lambda chosen: placed(chosen).peak_nbytes()[TierKind.DEVICE])
-    return placed(
-        fill(layouts, rules, accumulation, budget, device, faster, lambda chosen: placed(chosen).peak_of_host())
-    )
+    faster = fill(layouts, rules, accumulation, budget, device, faster, lambda chosen: placed(chosen).peak_of_host())
+    plan = placed(faster)
+    if not train or not speculates(config):
+        return plan
+    taken = {**plan.peak_nbytes(), TierKind.HOST: plan.peak_of_host()}
+    drafts = choose_drafts(layouts, plan.placement, budget, device, taken, durable=config.infinity.durable)
+    return placed(faster, drafts) if drafts.units else plan
 
 
-def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster) -> Plan:
+def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster, drafts: Drafts | None = None) -> Plan:
     """Return `bare` with the extents of all states, the buffers and the files that they need."""
     layouts, rules, ranks, device = bare.units, bare.policy, bare.ranks, bare.device
-    placement = place(layouts, rules, faster)
+    drafts = drafts or Drafts()
+    placement = place(layouts, rules, faster, drafts.slots)
     trained = [layout for layout in layouts if layout.trainable]
     pools: list[PoolSpec] = []
     if bare.update is not None:
@@ -241,7 +252,14 @@ def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster) 
     )
     room = device.usable - taken if device.usable else None
     units, prefetch_bytes = unit_pool(config, discovered, layouts, rules, room, repeats=bare.update is None)
-    return replace(bare, placement=placement, pools=(units, *pools), prefetch_bytes=prefetch_bytes, io=io)
+    return replace(
+        bare,
+        placement=placement,
+        drafted=drafts.units,
+        pools=(units, *pools),
+        prefetch_bytes=prefetch_bytes,
+        io=io,
+    )
 
 
 def lay_out(

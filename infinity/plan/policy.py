@@ -138,6 +138,12 @@ def update_schedule(config: Config) -> UpdateSchedule:
     return config.infinity.update
 
 
+def speculates(config: Config) -> bool:
+    """Return whether updates that need the norm of all gradients may be drafts (`infinity.speculate`)."""
+    waits = config.infinity.update == "auto" and update_schedule(config) == "next_forward"
+    return waits and config.infinity.speculate == "auto"
+
+
 def updated_in_forward(layouts: Sequence[UnitLayout], share: float) -> frozenset[int]:
     """Return the trained units whose update is left to the next forward: about `share` of the elements, spread evenly.
 

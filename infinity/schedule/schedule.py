@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import Enum
 
 from infinity.schedule.arrivals import Arrivals
+from infinity.schedule.speculation import Speculation
 from infinity.schedule.step import Step
 from infinity.schedule.trace import Tracer
 
@@ -25,6 +26,7 @@ class Update(Enum):
     """When a unit whose gradient is complete is updated."""
 
     NOW = "during backward: the rest of the step needs neither its parameters nor a norm over all gradients"
+    DRAFT = "during backward, in a second slot: the norm decides at engine.step() whether the update is kept"
     AT_STEP = "by engine.step(), which starts it, or leaves it to the next use of the unit"
 
 
@@ -41,14 +43,16 @@ class Schedule:
         alone: bool,
         sums_whole: bool = False,
         in_forward: Collection[int] = (),
+        drafted: Collection[int] = (),
     ) -> None:
         """nbytes: padded bytes of each unit. buffer_bytes: those of its buffer. prefetch_bytes: of units fetched ahead.
         alone: there is one rank. sums_whole: gradients are summed over micro-batches before they are reduced.
-        in_forward: units that are not updated during backward.
+        in_forward: units that are not updated during backward. drafted: units whose updates may be drafts.
         """
         self.step = step
         self.trace = Tracer()
         self.arrivals = Arrivals()
+        self.speculation = Speculation(drafted)
         self.alone = alone
         self.prefetch_bytes = prefetch_bytes
         self._nbytes = nbytes
@@ -72,7 +76,8 @@ class Schedule:
             left -= self._nbytes[unit]
             if left < 0:
                 return
-            yield unit
+            if unit not in self.speculation.drafted:  # its tier has the bytes of before until engine.step()
+                yield unit
 
     def victims(self, unit: int, evictable: Iterable[int]) -> list[tuple[float, int]]:
         """Return (distance of next use, unit) for those of `evictable` whose buffer `unit` could take.
@@ -135,13 +140,18 @@ class Schedule:
         may_be_read: the unit's parameters are not in its buffer, or autograd saved some of them. is_viewed: returns
         whether something else views them, and may wait for that.
         """
-        if not self.step.updates_early or unit in self._in_forward or may_be_read:
+        drafts = self.speculation.may_draft(unit)
+        if not (drafts or self.step.updates_early) or unit in self._in_forward:
             return Update.AT_STEP
-        if not self.alone:
-            # The number of uses of a unit, and its views, may differ between ranks (experts); the order of units may
-            # not. Views keep the former values (`UnitStore.place`).
-            return Update.NOW if self.trace.passed(unit) else Update.AT_STEP
-        return Update.NOW if self.trace.finished_with(unit) and not is_viewed() else Update.AT_STEP
+        # The number of uses of a unit, and its views, may differ between ranks (experts); the order of units may not.
+        if not (self.trace.finished_with(unit) if self.alone else self.trace.passed(unit)):
+            return Update.AT_STEP
+        if drafts:
+            self.speculation.add(unit)  # on all ranks, although some may not make the draft
+        # Views keep the former values (`UnitStore.place`), which a draft that is taken back must not need.
+        if may_be_read or ((drafts or self.alone) and is_viewed()):
+            return Update.AT_STEP
+        return Update.DRAFT if drafts else Update.NOW
 
     def first_updates(self, released: Callable[[int], bool]) -> Iterator[int]:
         """Yield the units that `engine.step()` updates first: those that the trace uses first.

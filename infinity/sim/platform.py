@@ -160,7 +160,7 @@ class SimulatedSlab(SlabTier):
     """The engine's slab, whose copies carry the names of extents."""
 
     def __init__(self, kind: TierKind, plan: Plan, device: Device, clock: Clock) -> None:
-        super().__init__(kind, plan.placement.nbytes[kind], device)
+        super().__init__(kind, plan.placement.nbytes[kind], device, seconds=plan.placement.seconds_in(kind))
         self._clock = clock
 
     def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
@@ -183,7 +183,8 @@ class SimulatedNvme(NvmeTier):
         assert plan.io is not None
         self._requests = DriveEngine(drive)
         parts: Any = self._requests  # in place of a file and of the native engine
-        super().__init__(parts, plan.io.reserved, parts, device, 0, plan.buffers_of(READ_AHEAD))
+        seconds = plan.placement.seconds_in(TierKind.NVME)
+        super().__init__(parts, plan.io.reserved, parts, device, 0, plan.buffers_of(READ_AHEAD), seconds)
 
     @property
     def blocks_repaired(self) -> int:

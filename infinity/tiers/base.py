@@ -77,6 +77,20 @@ class Tier(ABC):
     def store(self, window: Window) -> Transfer:
         """Write a changed window back. Its owner releases the window after the transfer."""
 
+    def begin_draft(self, extent: Extent) -> bool:
+        """Keep the present bytes of an extent while it is overwritten: until `end_draft`, reads return them, and
+        writes, `store` and `memory` go to a spare slot. Returns False if the extent has none that is free.
+
+        No write of the extent may be under way.
+        """
+        return False
+
+    def end_draft(self, extent: Extent, *, keep: bool) -> None:
+        """End a draft once its writes have ended. keep: all bytes were written, and are the present ones from now on;
+        else those of before stay.
+        """
+        raise NotImplementedError
+
     reads_ahead = False
     """True if `read_ahead` begins reads."""
 

@@ -82,6 +82,15 @@ class DurableTier(NvmeTier):
         place = self.slots.to_write(extent.offset, offset, memory.numel())
         return self._write_at(place, memory, extent, self._slot_file)
 
+    def begin_draft(self, extent: Extent) -> bool:
+        # The slot that is not committed is the spare one.
+        return self.slots.holds(extent.offset) and self.slots.begin_draft(extent.offset)
+
+    def end_draft(self, extent: Extent, *, keep: bool) -> None:
+        self.slots.end_draft(extent.offset, keep=keep)
+        if keep:
+            self._forget_ahead(extent)
+
     def seal(self) -> bytes:
         """Complete extents that were written in part, and return `Slots.seal`. No write may be under way."""
         for piece, place in self.slots.missing():
@@ -93,9 +102,8 @@ class DurableTier(NvmeTier):
         """Make the bytes of a commit the present ones. extents: all durable ones."""
         # Everything that was read ahead has bytes of the slots before.
         self.drop_windows_ahead()
-        if self._staging is not None:
-            for extent in extents:
-                self._staging.ahead.forget(extent)
+        for extent in extents:
+            self._forget_ahead(extent)
         self.slots.commit(sealed)
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -24,6 +25,7 @@ from infinity.tiers.files import SwapFile
 from infinity.tiers.io import register
 from infinity.tiers.pool import Pool
 from infinity.tiers.read_ahead import WindowsAhead
+from infinity.tiers.spares import Spares
 from infinity.tiers.staging import Staging
 from infinity.tiers.transfer import Failed, Transfer
 
@@ -94,14 +96,18 @@ class NvmeTier(Tier):
         device: Device,
         checksum_block: int = 0,
         ahead: Mapping[int, int] | None = None,
+        seconds: Mapping[Extent, Extent] = MappingProxyType({}),
     ) -> None:
-        """ahead: bytes → number of host buffers for reads ahead, for a device that the host cannot address."""
+        """ahead: bytes → number of host buffers for reads ahead, for a device that the host cannot address. seconds: as
+        of `Spares`.
+        """
         if checksum_block:
             file.file.keep_checksums(file.nbytes, checksum_block)
         self.nbytes = nbytes
         self._file = file
         self._engine = engine
         self._device = device
+        self._spares = Spares(seconds)
         self._windows = WindowsAhead(self._open)
         self._staging: Staging | None = None
         if not device.host_addressable:
@@ -176,6 +182,20 @@ class NvmeTier(Tier):
         self._windows.forget(window.extent, window.offset, window.tensor.numel())
         return self._write(window.extent, window.tensor, window.offset)
 
+    def begin_draft(self, extent: Extent) -> bool:
+        return self._spares.begin(extent)
+
+    def end_draft(self, extent: Extent, *, keep: bool) -> None:
+        self._spares.end(extent, keep=keep)
+        if keep:
+            self._forget_ahead(extent)
+
+    def _forget_ahead(self, extent: Extent) -> None:
+        """Drop what was read ahead of an extent, whose present bytes are now in the other slot."""
+        self._windows.forget(extent, 0, extent.nbytes)
+        if self._staging is not None:
+            self._staging.ahead.forget(extent)
+
     def release_space(self, extent: Extent) -> bool:
         """Give an extent's space back until `reserve_space`. Returns False if the file system keeps it."""
         return self._file.release(extent.offset, aligned(extent.nbytes))
@@ -196,10 +216,10 @@ class NvmeTier(Tier):
         self._file.close()
 
     def _read(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
-        return self._read_at(extent.offset + offset, memory, extent)
+        return self._read_at(self._spares.to_read(extent) + offset, memory, extent)
 
     def _write(self, extent: Extent, memory: torch.Tensor, offset: int) -> Transfer:
-        return self._write_at(extent.offset + offset, memory, extent)
+        return self._write_at(self._spares.to_write(extent) + offset, memory, extent)
 
     def _read_at(self, place: int, memory: torch.Tensor, extent: Extent) -> Transfer:
         """Start to read at byte `place` of the file. extent: for messages."""

@@ -44,7 +44,10 @@ def open_tiers(plan: Plan, device: Device, rank: int, durable: DurableFiles | No
             opened[TierKind.NVME] = _open_nvme(plan, device, rank, durable)
             undo.callback(opened[TierKind.NVME].close)
         for kind in sorted(kind for kind in plan.placement.nbytes if kind.in_memory):
-            opened[kind] = SlabTier(kind, plan.placement.nbytes[kind], device, pinned=plan.pinned(kind))
+            seconds = plan.placement.seconds_in(kind)
+            opened[kind] = SlabTier(
+                kind, plan.placement.nbytes[kind], device, pinned=plan.pinned(kind), seconds=seconds
+            )
             undo.callback(opened[kind].close)
         undo.pop_all()
     return opened
@@ -68,7 +71,7 @@ def _open_nvme(plan: Plan, device: Device, rank: int, durable: DurableFiles | No
         settings = (file, io.reserved, engine, device, io.checksum_block, plan.buffers_of(READ_AHEAD))
         tier: Tier
         if durable is None or io.durable is None:
-            tier = NvmeTier(*settings)
+            tier = NvmeTier(*settings, plan.placement.seconds_in(TierKind.NVME))
         else:
             slots = Slots(io.durable.extents, durable.committed)
             tier = DurableTier(slots, *settings, durable.checksums, io.durable.block)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 
 import torch
 
@@ -14,6 +15,7 @@ from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.memory import first_touch
 from infinity.tiers.pool import Pool
+from infinity.tiers.spares import Spares
 from infinity.tiers.transfer import DONE, Transfer
 
 
@@ -49,10 +51,21 @@ class MemoryTier(Tier):
 class SlabTier(MemoryTier):
     """A slab of `nbytes` of device memory or of host memory."""
 
-    def __init__(self, kind: TierKind, nbytes: int, device: Device, *, pinned: Sequence[tuple[int, int]] = ()) -> None:
-        """pinned: bytes [start, stop) of host memory that the device copies, in ascending order."""
+    def __init__(
+        self,
+        kind: TierKind,
+        nbytes: int,
+        device: Device,
+        *,
+        pinned: Sequence[tuple[int, int]] = (),
+        seconds: Mapping[Extent, Extent] = MappingProxyType({}),
+    ) -> None:
+        """pinned: bytes [start, stop) of host memory that the device copies, in ascending order. seconds: as of
+        `Spares`.
+        """
         super().__init__(kind, device)
         self.nbytes = nbytes
+        self._spares = Spares(seconds)
         self._is_offloaded = False
         self._written: set[int] = set()
         self.writes: dict[int, int] = {}
@@ -85,8 +98,29 @@ class SlabTier(MemoryTier):
         self._slab = slab
 
     def _view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:
-        start = extent.offset + offset
+        start = self._spares.to_read(extent) + offset
         return self._slab[start : start + nbytes]
+
+    def _target(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:
+        """Return the bytes that a write of [offset, offset + nbytes) changes."""
+        start = self._spares.to_write(extent) + offset
+        return self._slab[start : start + nbytes]
+
+    def _changing(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:
+        """Return bytes [offset, offset + nbytes) to change in place: in a draft, a copy in the spare slot."""
+        target = self._target(extent, offset, nbytes)
+        if self._spares.is_drafted(extent):
+            self._device.copy(target, self._view(extent, offset, nbytes)).wait()
+        return target
+
+    def begin_draft(self, extent: Extent) -> bool:
+        return self._spares.begin(extent)
+
+    def end_draft(self, extent: Extent, *, keep: bool) -> None:
+        self._spares.end(extent, keep=keep)
+
+    def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
+        return Window(self._changing(extent, offset, nbytes), DONE, extent, offset)
 
     def fetch(self, extent: Extent, destination: torch.Tensor) -> Transfer:
         with self._copying("host_to_device", extent):
@@ -96,11 +130,11 @@ class SlabTier(MemoryTier):
         self._written.add(extent.offset)
         self.writes[extent.offset] = self.writes.get(extent.offset, 0) + 1
         with self._copying("device_to_host", extent):
-            return self._device.copy(self._view(extent, offset, source.numel()), source)
+            return self._device.copy(self._target(extent, offset, source.numel()), source)
 
     def memory(self, extent: Extent) -> torch.Tensor:
         """Return the bytes of an extent, uint8 (nbytes,): a view of the slab."""
-        return self._view(extent, 0, extent.nbytes)
+        return self._changing(extent, 0, extent.nbytes)
 
     def take_written(self) -> set[int]:
         """Return the offsets of extents that `write` has changed since the last call; updates work in place."""

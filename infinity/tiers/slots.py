@@ -29,6 +29,8 @@ class _Pair:
     """Slot of the committed bytes; before any commit both are empty, and writes begin in slot 0."""
     fresh: list[tuple[int, int]] = field(default_factory=list)
     """Ranges [start, stop) that were written since the last commit, into the other slot; sorted and disjoint."""
+    drafted: bool = False
+    """True while the committed bytes stay the present ones, although others are written."""
 
     @property
     def present(self) -> int:
@@ -59,6 +61,8 @@ class Slots:
         """Return where the present bytes [offset, offset + nbytes) of an extent are."""
         with self._access:
             pair = self._pairs[extent]
+            if pair.drafted:
+                return [Piece(pair.places[pair.committed] + offset, 0, nbytes)]
             if pair.is_whole:
                 return [Piece(pair.places[pair.present] + offset, 0, nbytes)]
             return list(_pieces(pair, offset, offset + nbytes))
@@ -69,6 +73,21 @@ class Slots:
             pair = self._pairs[extent]
             pair.fresh = _with(pair.fresh, offset, offset + nbytes)
             return pair.places[1 - pair.committed] + offset
+
+    def begin_draft(self, extent: int) -> bool:
+        """Read the committed bytes until `end_draft`, whatever is written. Returns False if others are present."""
+        with self._access:
+            pair = self._pairs[extent]
+            pair.drafted = not pair.fresh
+            return pair.drafted
+
+    def end_draft(self, extent: int, *, keep: bool) -> None:
+        """End `begin_draft`. keep: the bytes written since are the present ones; else they are dropped."""
+        with self._access:
+            pair = self._pairs[extent]
+            pair.drafted = False
+            if not keep:
+                pair.fresh = []
 
     @property
     def are_committed(self) -> bool:

@@ -304,7 +304,7 @@ class UnitStore:
             # Views may show the past until the unit is fetched into this buffer again [Note: kept views].
             if viewed:
                 self.kept.note_overwritten(unit)
-            prepare, checked = self._take_edit(unit, later=not viewed)
+            prepare, checked = self._take_edit(unit, later=not viewed, is_draft=job.draft is not None)
             self._leave(unit)
             leaves = early and self._is_rewritten_in_tier_only(unit)
             # Backward may still read through a view, so an early update gets a copy in another buffer.
@@ -350,10 +350,25 @@ class UnitStore:
             with self.moving():
                 self._release(unit)
 
-    def _take_edit(self, unit: Unit, *, later: bool) -> tuple[Callable[[], None] | None, Transfer]:
+    def take_back(self, unit: Unit, *, keeps_buffer: bool) -> None:
+        """Note that the draft of a unit's update, which has ended, was taken back: → RELEASED.
+
+        keeps_buffer: keep the unit's buffer, if it has one, for an update that fills it.
+        """
+        unit.take_update()
+        unit.take_back()
+        if unit.lease is not None:
+            if keeps_buffer:
+                unit.move(Residency.RELEASED)
+            else:
+                self._drop(unit, valid=False)
+
+    def _take_edit(
+        self, unit: Unit, *, later: bool, is_draft: bool
+    ) -> tuple[Callable[[], None] | None, Transfer]:
         """Bring an edit of the buffer to the states that the next update starts from.
 
-        later: nothing else uses the buffer before. For an update that works in it, returns the function that does so in
+        is_draft: the edit must be in the tiers, since the draft may be taken back. later: nothing else uses the buffer before. For an update that works in it, returns the function that does so in
         its own thread, in place of the model's, and a transfer after which that does not wait for the device
         [Note: who waits for a fingerprint].
         """
@@ -361,7 +376,7 @@ class UnitStore:
         binding.adopt_assigned(unit, self.recorder)
         if self._finds_edits:
             self._was_edited(unit)
-        in_tier = unit.index in self._in_tier
+        in_tier = unit.index in self._in_tier or is_draft
         if unit.layout.dtype == torch.float32 and not in_tier:
             return None, DONE  # the update starts from the buffer, and there is no other copy of the values
         layout, shard = unit.layout, unit.shard_bytes(self._ranks.shard_rank)
@@ -539,6 +554,11 @@ class UnitStore:
                 binding.unbind(unit)
             residents.remove_parameters(unit)
         self.kept.clear()
+
+    def release(self, unit: Unit) -> None:
+        """Evict a unit, if it has a buffer, and write edits back to its tier."""
+        if unit.lease is not None:
+            self._release(unit)
 
     def _release(self, unit: Unit) -> None:
         # The update writes from this buffer, and a transfer writes to it: neither may outlive the lease.

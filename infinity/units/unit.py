@@ -182,6 +182,11 @@ class Unit:
         self.updated_early = early
         self.overwritten()
 
+    def take_back(self) -> None:
+        """Undo `begin_update`: the tiers have the parameters of before."""
+        self.generation -= 1
+        self.updated_early = False
+
     def postpone(self, job: UpdateJob) -> None:
         """Leave an update to the unit's next use."""
         self.due_update = job

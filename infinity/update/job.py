@@ -12,6 +12,7 @@ from infinity.plan.layout import Run, UnitLayout
 from infinity.rules import Hyper
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Promise, Transfer
+from infinity.update.draft import Draft
 
 INLINE = 1 << 15
 """Largest shard, in elements, that the calling thread processes itself if nothing has to be waited for: waking another
@@ -31,10 +32,24 @@ class Squares:
         return self.known
 
 
+class _SharedLease:
+    """A lease with two holders, which may release it in different threads."""
+
+    def __init__(self, lease: Lease | _SharedLease) -> None:
+        self._lease = lease
+        self._is_last = iter((False, True))  # `next` is atomic
+
+    def release(self) -> None:
+        if next(self._is_last):
+            self._lease.release()
+
+
 class Gradient:
     """A reduced gradient shard (shard_numel,) in a leased buffer or in its extent, and its sum of squares."""
 
-    def __init__(self, shard: torch.Tensor, lease: Lease | None, squares: Squares, reached: Transfer) -> None:
+    def __init__(
+        self, shard: torch.Tensor, lease: Lease | _SharedLease | None, squares: Squares, reached: Transfer
+    ) -> None:
         """lease: released with the gradient; None: the shard is in its extent alone. reached: done when `shard` is
         computed, for an update on the device.
         """
@@ -48,6 +63,17 @@ class Gradient:
     def call_on_release(self, call: Callable[[], None]) -> None:
         """Call `call` once nothing reads the gradient."""
         self._on_release = call
+
+    def share(self) -> Gradient:
+        """Return the same gradient for a second reader. The buffer is released with the last of the two."""
+        if self._lease is not None:
+            self._lease = _SharedLease(self._lease)
+        return Gradient(self.shard, self._lease, self.squares, self.reached)
+
+    @property
+    def is_in_extent(self) -> bool:
+        """Return whether the shard is in its extent alone."""
+        return self._lease is None
 
     def release(self) -> None:
         del self.shard
@@ -92,6 +118,8 @@ class UpdateJob:
     gradient: Future[Gradient] | None = None
     """The gradient shard, in memory that the update can work in; None: read from its tier, tile by tile."""
     require_finite: bool = False
+    draft: Draft | None = None
+    """None: the update is final."""
     allowed: Callable[[], bool] | None = None
     """Returns whether the update may happen, and waits until that is known; None: it may."""
     gate: Transfer = DONE

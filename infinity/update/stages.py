@@ -53,18 +53,38 @@ class UpdateStages:
         layout = placed.job.layout
         unit = self.unit(layout)
         staging: Lease | None = None
-        work = placed.target
-        if unit.updated_in == "tier":
-            work = unit.param_tier.memory(unit.param)
-        elif unit.updated_in == "staging":
+        if unit.updated_in == "staging":
             assert self._buffers.param_pool is not None
             staging = self._buffers.param_pool.try_lease(unit.param.nbytes)
             if staging is None:
                 return None
+        ready, skipped = self._prepare(placed, unit)
+        work = placed.target
+        if unit.updated_in == "tier":
+            work = unit.param_tier.memory(unit.param)
+        elif staging is not None:
             work = staging.tensor
         assert work is not None
-        arrived = self._read_param(placed, unit, work)
-        return RunningJob(placed, unit, work, work.view(layout.dtype), arrived, staging, deque(unit.tiles))
+        arrived = self._read_param(placed, unit, work) if ready is DONE else ready
+        running = RunningJob(placed, unit, work, work.view(layout.dtype), arrived, staging, deque(unit.tiles))
+        if skipped:
+            running.skip()
+        return running
+
+    def _prepare(self, placed: PlacedUpdate, unit: UnitTiles) -> tuple[Transfer, bool]:
+        """Make the unit's states ready to be read, and begin a draft. Returns an error as a transfer, else `DONE`, and
+        whether the update must not be made.
+        """
+        try:
+            # The update before, or a save, still uses these states; `prepare` then brings an edit into them.
+            placed.after.wait()
+            if placed.prepare is not None:
+                placed.prepare()
+            places = (unit.param_tier, unit.param), (unit.optim_tier, unit.optim)
+            draft = placed.job.draft
+            return DONE, draft is not None and not draft.open(places)
+        except BaseException as error:  # noqa: BLE001 - raised again by the first tile, and carried by the job
+            return Failed(error), False
 
     def unit(self, layout: UnitLayout) -> UnitTiles:
         """Return the extents and tiles of a unit."""
@@ -77,10 +97,6 @@ class UpdateStages:
         """Start the copy of the parameters to `work` from their tier or from the unit's buffer."""
         device = self._buffers.device
         try:
-            # The update before, or a save, still uses these states; `prepare` then brings an edit into them.
-            placed.after.wait()
-            if placed.prepare is not None:
-                placed.prepare()
             # Parameters change in place, and the last fetch may still read them [Note: updates in the extent].
             if unit.updated_in == "tier":
                 return placed.fetched
@@ -142,8 +158,7 @@ class UpdateStages:
             except BaseException as error:  # noqa: BLE001 - carried by the job to its waiters
                 running.fail(error)
         try:
-            if running.failed is None:
-                self._update(item)
+            if running.failed is None and self._update(item):
                 item.writes.append(running.unit.optim_tier.store(item.states))
         except BaseException as error:  # noqa: BLE001 - carried by the job to its waiters
             running.fail(error)
@@ -152,14 +167,15 @@ class UpdateStages:
             item.writes.extend(self._conclude(running))
         return item
 
-    def _update(self, item: TileInFlight) -> None:
+    def _update(self, item: TileInFlight) -> bool:
+        """Update a tile. Returns False if nothing is updated."""
         running, tile = item.running, item.layout.tile
         job = running.job
         grad = item.grad.tensor.view(running.unit.stored) if item.grad else None
         if grad is None:
             # Asked at the first tile, before any state has changed, and once for the whole unit.
             if running.is_skipped(self._is_refused):
-                return
+                return False
             # Waits on the stream: the host goes on, and the kernel follows the gradient [Note: order on a device].
             self._buffers.device.await_copy(job.arrived().reached)
             grad = _part(job.arrived().shard, tile.start, tile.stop)
@@ -170,6 +186,7 @@ class UpdateStages:
         with self._buffers.device.recorder.span("update", job.layout.name, item.states.tensor.nbytes, clock):
             self._run(item, runs, whole, grad)
         self.seconds += now() - began
+        return True
 
     def _run(self, item: TileInFlight, runs: Sequence[Run], whole: dict[str, torch.Tensor], grad: torch.Tensor) -> None:
         """Update the parts of a tile that are in `runs`. whole: the tile's states, by name."""
@@ -201,7 +218,11 @@ class UpdateStages:
             self.elements += high - low
 
     def _is_refused(self, job: UpdateJob) -> bool:
-        """Return whether nothing may be updated, since the loss or the gradient is NaN or infinite."""
+        """Return whether nothing may be updated, since the loss or the gradient is NaN or infinite, or since a draft
+        would be dropped.
+        """
+        if job.draft is not None:
+            return not job.draft.proceed(job.arrived().squares.total())
         if job.allowed is not None and not job.allowed():
             return True
         if not job.require_finite or math.isfinite(job.arrived().squares.total()):
@@ -236,7 +257,7 @@ class UpdateStages:
             return []
         try:
             write: Transfer = DONE
-            if unit.updated_in != "tier":
+            if unit.updated_in != "tier" and not (running.skipped and placed.job.draft):
                 write = unit.param_tier.write(unit.param, running.memory)
             if unit.updated_in != "buffer" and placed.target is not None:
                 landed = device.copy(placed.target, running.memory, after=placed.reached)
@@ -262,7 +283,9 @@ class UpdateStages:
             return
         if item.grad is not None:
             running.unit.grad_tier.discard(running.unit.grad, item.grad.tensor)
-        progress = running.job.progress
+        progress, draft = running.job.progress, running.job.draft
+        if draft is not None:
+            draft.end(failed=running.failed is not None)
         # Before the promises are kept: whoever waits may count references to the unit's buffer.
         running.forget()
         if running.staging is not None:

@@ -118,6 +118,11 @@ class RunningJob:
             self.skipped = is_refused(self.job)
         return self.skipped
 
+    def skip(self) -> None:
+        """Update nothing, and read no more than ends the job."""
+        self.skipped = True
+        self.tiles = deque([self.tiles[-1]])
+
     def keep_grad(self, grad: Window | None) -> None:
         """Keep the gradient of the next tile, which is being read."""
         self.grad = grad
