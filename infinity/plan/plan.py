@@ -204,7 +204,7 @@ def make_plan(
         activations=plan_activations(config, device),
         ranks=ranks,
         device=device,
-        budget=budget,
+        budget=replace(budget, free_nvme=None),  # it changes from hour to hour, and what follows from it is planned
         stage=zero.stage,
         accumulation=accumulation,
         managed_accumulation=config.managed_gradient_accumulation,
