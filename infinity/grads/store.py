@@ -239,8 +239,9 @@ class GradStore:
 
     def drop(self, units: Iterable[int]) -> None:
         """Drop stored gradients, whose update does not need them any more."""
-        for index in units:
-            self.units.discard(index)
+        dropped = set(units)
+        self.units = self.units - dropped  # `step_squares` keeps the set of before
+        for index in dropped:
             extent = self._places.placement.of(index, State.GRAD)
             self._places.tiers[extent.tier].discard(extent)
 
@@ -251,7 +252,7 @@ class GradStore:
 
     def forget(self) -> None:
         """Reset the step, and drop gradients that were not passed to the update. Moves of the others continue."""
-        self.drop(set(self.units))
+        self.drop(self.units)
         # Memory that no later step has needed goes back here [Note: gradients that wait for an update].
         for tier in self._places.tiers.values():
             tier.trim()
