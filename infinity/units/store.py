@@ -363,9 +363,7 @@ class UnitStore:
             else:
                 self._drop(unit, valid=False)
 
-    def _take_edit(
-        self, unit: Unit, *, later: bool, is_draft: bool
-    ) -> tuple[Callable[[], None] | None, Transfer]:
+    def _take_edit(self, unit: Unit, *, later: bool, is_draft: bool) -> tuple[Callable[[], None] | None, Transfer]:
         """Bring an edit of the buffer to the states that the next update starts from.
 
         is_draft: the edit must be in the tiers, since the draft may be taken back. later: nothing else uses the buffer before. For an update that works in it, returns the function that does so in
