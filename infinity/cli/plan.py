@@ -218,6 +218,11 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
                 f"the table has {show_bytes(passing)} of {tier} for stored gradients: after three steps, only those of "
                 "units that run in a new order or are updated in the next forward (infinity.forward_updates)"
             )
+    if found.plan.drafted:
+        yield (
+            f"{found.plan.drafted_share:.0%} of the parameters are updated during backward unless gradients are scaled "
+            "(infinity.speculate); the table has their second slots, and the step scales none"
+        )
     if seen is not None:
         how = ", measured here" if found.is_measured else ""
         yield f"step: {seen.seconds:.3g} s, of which the model computes {seen.compute_seconds:.3g} s{how}"

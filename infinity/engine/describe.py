@@ -52,6 +52,7 @@ def describe(plan: Plan) -> str:
             "this rank holds " + ", ".join(f"{show_bytes(held[tier])} on {tier}" for tier in TierKind) + passing,
             *_activations(plan),
             *_durable(plan),
+            *_drafts(plan),
         ]
     )
 
@@ -65,6 +66,18 @@ def _durable(plan: Plan) -> Iterator[str]:
     if plan.io is not None and (durable := plan.io.durable) is not None:
         folders = ", ".join(str(folder / durable.run) for folder in plan.io.folders)
         yield f"durable run {durable.run}: two slots of each state in {folders}, {show_bytes(durable.slot_nbytes)}"
+
+
+def _drafts(plan: Plan) -> Iterator[str]:
+    if plan.drafted:
+        slots = plan.placement.seconds.values()
+        sizes = [(sum(slot.nbytes for slot in slots if slot.tier is tier), tier) for tier in TierKind]
+        held = ", ".join(f"{show_bytes(nbytes)} on {tier}" for nbytes, tier in sizes if nbytes)
+        slots_take = f"; second slots of their states take {held}" if held else ""
+        yield (
+            f"{counted(len(plan.drafted), 'unit')} updated during backward unless gradients are scaled "
+            f"(infinity.speculate){slots_take}"
+        )
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:

@@ -109,6 +109,13 @@ class Plan:
         return held
 
     @property
+    def drafted_share(self) -> float:
+        """Return the share of the trained elements whose updates may be drafts."""
+        trained = [layout for layout in self.units if layout.trainable]
+        drafted = sum(layout.numel for layout in trained if layout.index in self.drafted)
+        return drafted / max(1, sum(layout.numel for layout in trained))
+
+    @property
     def passing(self) -> Mapping[TierKind, int]:
         """Tier → bytes that gradients may take beside `nbytes`: all of them in the first three steps, and later those
         of units that cannot be updated as backward leaves them, or are `in_forward`. On nvme all are reserved at start.

@@ -82,6 +82,7 @@ class Prediction:
             "peak_nvme_bytes": self.needs.peak[TierKind.NVME],
             "tiers": {tier: dict(kinds) for tier, kinds in self.needs.tiers.items()},
             "passing": dict(self.needs.passing),
+            "drafted": self.plan.drafted_share,
             "step": step,
             "advice": self.advice,
         }

@@ -29,7 +29,8 @@ from support.ranks import Group
 
 CASES: dict[str, dict[str, Any]] = {
     "during backward": {},
-    "next forward": {"clip": 0.5},
+    "drafts": {"clip": 100.0},
+    "next forward": {"clip": 0.5, "update": "next_forward"},
     "in host memory": {"param": "cpu", "optim": "cpu", "clip": 0.5},
     "bf16, 8 bit": {"bf16": True, "moments": "8bit"},
 }
