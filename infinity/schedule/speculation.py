@@ -21,6 +21,7 @@ class Speculation:
     def __init__(self, units: Collection[int]) -> None:
         """units: those whose updates may be drafts (`Plan.drafted`)."""
         self._units = frozenset(units)
+        self.patience = PATIENCE
         self._wait = 0
         """Steps without scaling to wait for."""
         self.drafted: set[int] = set()
@@ -44,5 +45,5 @@ class Speculation:
 
     def end_step(self, *, scaled: bool) -> None:
         """Record a step that ended. scaled: its gradients were clipped, or it was skipped."""
-        self._wait = PATIENCE if scaled else max(0, self._wait - 1)
+        self._wait = self.patience if scaled else max(0, self._wait - 1)
         self.drafted = set()

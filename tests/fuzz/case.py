@@ -171,7 +171,7 @@ def draw_loop(draw: Draw) -> Loop:
         optimizer=draw.choice(OPTIMIZERS),
         groups=draw.choice((1, 1, 2)),
         schedule=draw.choice(SCHEDULES),
-        clip=draw.choice((0.0, 0.0, 0.3)),
+        clip=draw.choice((0.0, 0.0, 0.3, 30.0)),
         thread=draw.choice(THREADS),
         autocast=flag(draw, 12),
         dtype=draw.choice(DTYPES),

@@ -276,7 +276,9 @@ def open_engine(model: Net, case: Case, setting: Setting, folder: Path) -> Train
     try:
         groups = parameter_groups(model, case.loop) if case.loop.groups > 1 else None
         config = with_budget(config_of(case, setting, folder), model, setting, device)
-        return TrainingEngine(model, config, groups, device=device)
+        engine = TrainingEngine(model, config, groups, device=device)
+        engine.parts.schedule.speculation.patience = 0  # a case has few steps
+        return engine
     finally:
         open_tiers.NvmeTier = tier  # type: ignore[misc]
 
