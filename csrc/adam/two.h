@@ -83,8 +83,8 @@ struct VectorPair {
     }
 };
 
-// A pair of elements 0, 2, 4, ... and elements 1, 3, 5, ..., for updates whose arrays all have 16 bits: a word of memory
-// holds an element of each, so that none crosses a lane on its way to memory or back.
+// A pair of elements 0, 2, 4, ... and elements 1, 3, 5, ..., for updates whose arrays all have 16 bits: a word of
+// memory holds an element of each, so that none crosses a lane on its way to memory or back.
 template <class W>
 struct EvenOdd : VectorPair<W> {
     static constexpr bool kInterleaved = true;

@@ -25,8 +25,8 @@ struct UpdateArrays {
 UpdateCall to_update_call(const UpdateNames& names, const UpdateArrays& addresses, Hyper hyper,
                           const pybind11::object& step);
 
-// Defines function `name` in `m`, which returns run(const UpdateCall&, Own...). Its arguments are those of every device,
-// then those of this one, of types Own... with `own` as names and defaults.
+// Defines function `name` in `m`, which returns run(const UpdateCall&, Own...). Its arguments are those of every
+// device, then those of this one, of types Own... with `own` as names and defaults.
 template <class... Own, class Run, class... Names>
 void def_update(pybind11::module_& m, const char* name, const Run& run, const Names&... own) {
     namespace py = pybind11;
@@ -48,8 +48,7 @@ void def_update(pybind11::module_& m, const char* name, const Run& run, const Na
         "rule"_a, py::kw_only(), "param"_a, "master"_a, "grad"_a, "moments"_a, "scales"_a, "n"_a, "format"_a,
         "grad_dtype"_a, "moment_format"_a, "lr"_a, "beta1"_a = 0.9, "beta2"_a = 0.999, "eps"_a = 1e-8,
         "weight_decay"_a = 0.0, "momentum"_a = 0.0, "dampening"_a = 0.0, "lr_decay"_a = 0.0, "nesterov"_a = false,
-        "grad_scale"_a = 1.0, "step"_a, "key"_a = 0, "first"_a = 0, own...,
-        "One step on n elements, in place.");
+        "grad_scale"_a = 1.0, "step"_a, "key"_a = 0, "first"_a = 0, own..., "One step on n elements, in place.");
 }
 
 }  // namespace infinity::adam

@@ -164,9 +164,7 @@ class CPUAdam(torch.optim.Optimizer):
 
     # -- one parameter -------------------------------------------------------------------------------------------------
 
-    def _update(
-        self, param: Tensor, number: int, hyper: Hyper, grad_scale: float, pending: list[_adam.Update]
-    ) -> None:
+    def _update(self, param: Tensor, number: int, hyper: Hyper, grad_scale: float, pending: list[_adam.Update]) -> None:
         """Add the update of `param` to `pending`, which one call performs: waking threads for each takes as long."""
         _check(param)
         grad = param.grad
