@@ -112,8 +112,34 @@ def tables(result: Result) -> str:
     return "\n\n".join(parts)
 
 
+def beside_fused(result: Result) -> list[tuple[str, int, float, float, float, float]]:
+    """Tensors, threads, ms of CPUAdam and of torch's fused AdamW, and the ratios of their time and processor time."""
+    found = []
+    for (kind, threads), samples in grouped(result.get("optimizers", []), "tensors", "threads").items():
+        of = {
+            (what, key): [sample[key] for sample in samples if sample["what"] == what]
+            for what in ("CPUAdam", "fused")
+            for key in ("seconds", "processor")
+        }
+        ours, theirs = (1e3 * spread(of[what, "seconds"]).median for what in ("CPUAdam", "fused"))
+        ratios = (median_ratio(of["CPUAdam", key], of["fused", key]) for key in ("seconds", "processor"))
+        found.append((f"{kind}, {samples[0]['n']:,} parameters", threads, ours, theirs, *ratios))
+    return found
+
+
+def optimizers(result: Result) -> str:
+    header = ("tensors, parameters", "threads", "CPUAdam, ms", "fused, ms", "time ÷ fused", "processor time ÷ fused")
+    lines = [
+        (kind, str(threads), *(f"{x:.1f}" for x in times), *(f"{x:.2f}" for x in ratios))
+        for kind, threads, *rest in beside_fused(result)
+        for times, ratios in [(rest[:2], rest[2:])]
+    ]
+    return table(header, lines)
+
+
 def fragments(result: Result) -> dict[str, str]:
-    return {"setup": setup(result, bandwidth(result)), "tables": tables(result)}
+    found = {"setup": setup(result, bandwidth(result)), "tables": tables(result)}
+    return found | ({"optimizers": optimizers(result)} if "optimizers" in result else {})
 
 
 def figures(result: Result) -> dict[str, float]:

@@ -55,6 +55,38 @@ double sum_tiles(std::size_t n, int threads, double scale, double initial, const
     return add_in_order(tiles, scale, initial);
 }
 
+// Returns true if a call writes memory that another one uses. Arrays of one call are disjoint.
+bool share_memory(const std::vector<UpdateCall>& calls) {
+    struct Range {
+        std::uintptr_t begin, end;
+        bool written;
+    };
+    std::vector<Range> ranges;
+    for (const UpdateCall& call : calls) {
+        const auto add = [&ranges](const void* array, std::size_t nbytes, bool written = true) {
+            const auto begin = reinterpret_cast<std::uintptr_t>(array);
+            if (nbytes > 0) ranges.push_back({begin, begin + nbytes, written});
+        };
+        const Arrays& a = call.arrays;
+        const bool eight = a.moments == Moments::kEight;
+        add(a.grad, call.n * bytes_of(a.grad_dtype), false);
+        add(a.param, call.n * (call.format == Format::kFp32 ? 4 : 2));
+        if (call.format != Format::kFp32) add(a.master, call.n * (call.format == Format::kRemainder ? 2 : 4));
+        for (std::size_t k = 0; k < moments_of(call.rule); ++k) {
+            add(a.moment[k], call.n * (eight ? 1 : a.moments == Moments::kBf16 ? 2 : 4));
+            if (eight) add(a.scale[k], (call.n + kBlock - 1) / kBlock);
+        }
+    }
+    std::sort(ranges.begin(), ranges.end(), [](const Range& x, const Range& y) { return x.begin < y.begin; });
+    std::uintptr_t used = 0, written = 0;
+    for (const Range& range : ranges) {
+        if (range.begin < (range.written ? used : written)) return true;
+        used = std::max(used, range.end);
+        if (range.written) written = std::max(written, range.end);
+    }
+    return false;
+}
+
 }  // namespace
 
 void update(const Kernels& kernels, Format format, Rule rule, const Arrays& arrays, const Coefficients& c,
@@ -65,6 +97,30 @@ void update(const Kernels& kernels, Format format, Rule rule, const Arrays& arra
     for_tiles(
         n, kTile, threads_for(n, threads), [&](std::size_t begin, std::size_t end) { kernel(arrays, c, begin, end); },
         priority);
+}
+
+void update_all(const Kernels& kernels, const std::vector<UpdateCall>& calls, int threads) {
+    if (share_memory(calls)) {
+        for (const UpdateCall& call : calls) update_all(kernels, {call}, threads);
+        return;
+    }
+    std::vector<std::size_t> firsts;  // number of each call's first tile
+    std::size_t tiles = 0, elements = 0;
+    for (const UpdateCall& call : calls) {
+        firsts.push_back(tiles);
+        tiles += (call.n + kTile - 1) / kTile;
+        elements += call.n;
+    }
+    auto piece = [&](std::size_t k) {
+        const FloatEnvironment environment;
+        const std::size_t at = std::upper_bound(firsts.begin(), firsts.end(), k) - firsts.begin() - 1;
+        const UpdateCall& call = calls[at];
+        const UpdateFn kernel =
+            kernels.update[static_cast<std::size_t>(call.format)][static_cast<std::size_t>(call.rule)];
+        const std::size_t begin = (k - firsts[at]) * kTile;
+        kernel(call.arrays, call.coefficients, begin, std::min(call.n, begin + kTile));
+    };
+    parallel_for(tiles, threads_for(elements, threads), Priority::kNormal, piece);
 }
 
 void first_touch(void* memory, std::size_t nbytes, int threads) {

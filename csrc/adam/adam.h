@@ -13,6 +13,9 @@ namespace infinity::adam {
 void update(const Kernels& kernels, Format format, Rule rule, const Arrays& arrays, const Coefficients& coefficients,
             std::size_t n, int threads, Priority priority);
 
+// Performs all calls in one job of the pool, which wakes its threads once. Calls that share memory run in their order.
+void update_all(const Kernels& kernels, const std::vector<UpdateCall>& calls, int threads);
+
 // Lower bound of an update's time, set by memory: reads each stream and writes back those with `writes`, in an update's
 // access pattern, with one addition per word. Destroys the data of written streams.
 struct Stream {

@@ -28,6 +28,13 @@ const Kernels& to_kernels(const std::string& isa) {
     throw py::value_error("isa '" + isa + "' is not available on this machine: pass one of " + names);
 }
 
+void py_update_all(const std::vector<UpdateCall>& calls, const py::object& threads, const std::string& isa) {
+    const Kernels& kernels = to_kernels(isa);
+    const int workers = to_threads(threads);
+    const py::gil_scoped_release release;
+    update_all(kernels, calls, workers);
+}
+
 void py_bare(const std::vector<std::tuple<std::uintptr_t, std::size_t, bool>>& streams, const py::object& threads) {
     const int workers = to_threads(threads);
     std::vector<Stream> list;
@@ -146,8 +153,12 @@ std::vector<std::string> isa_names() {
 PYBIND11_MODULE(_adam, m) {
     m.doc() = "Optimizer steps over flat arrays in host memory, passed by address.";
     install_fork_handler();
+    py::class_<UpdateCall>(m, "Update", py::module_local(), "A validated update, which `update_all` performs.");
+    def_update(m, "prepare", [](const UpdateCall& call) { return call; });
+    m.def("update_all", &py_update_all, "updates"_a, "threads"_a = 0, "isa"_a = "auto",
+          "Perform prepared updates together, as if one after another.");
     def_update<const py::object&, bool, const std::string&>(
-        m,
+        m, "update",
         [](const UpdateCall& call, const py::object& threads, bool background, const std::string& isa) {
             const Kernels& kernels = to_kernels(isa);
             const int workers = to_threads(threads);

@@ -45,6 +45,7 @@ struct GradFp16 {
 
 template <class V>
 INFINITY_FN inline typename V::Float load_grad(DType dtype, const void* grad, std::size_t i) {
+    if constexpr (V::kInterleaved) return GradBf16<V>::load(grad, i);
     if (dtype == DType::kBf16) return GradBf16<V>::load(grad, i);
     if (dtype == DType::kFp16) return GradFp16<V>::load(grad, i);
     return GradFp32<V>::load(grad, i);
@@ -52,7 +53,7 @@ INFINITY_FN inline typename V::Float load_grad(DType dtype, const void* grad, st
 
 INFINITY_FN constexpr std::size_t grad_bytes(DType dtype) { return dtype == DType::kFp32 ? 4 : 2; }
 
-// ---- formats: the master value from memory and back ----
+// ---- formats: the master value from memory and back; stored values are canonical ----
 
 template <class V>
 struct FormatFp32 {
@@ -63,7 +64,7 @@ struct FormatFp32 {
         return V::load(static_cast<float*>(a.param) + i);
     }
     INFINITY_FN static void store(const Arrays& a, std::size_t i, typename V::Float value) {
-        V::store(static_cast<float*>(a.param) + i, V::canonical(value));
+        V::store(static_cast<float*>(a.param) + i, value);
     }
 };
 
@@ -77,7 +78,7 @@ struct FormatRemainder {
                                       V::load_signed_16(static_cast<std::int16_t*>(a.master) + i)));
     }
     INFINITY_FN static void store(const Arrays& a, std::size_t i, typename V::Float value) {
-        const typename V::Int bits = V::as_int(V::canonical(value));
+        const typename V::Int bits = V::as_int(value);
         V::store_high_16(static_cast<std::uint16_t*>(a.param) + i, round_high<V>(bits));
         V::store_low_16(static_cast<std::uint16_t*>(a.master) + i, bits);
     }
@@ -93,13 +94,12 @@ struct FormatMaster {
         return V::load(static_cast<float*>(a.master) + i);
     }
     INFINITY_FN static void store(const Arrays& a, std::size_t i, typename V::Float value) {
-        const typename V::Float clean = V::canonical(value);
         auto* const param = static_cast<std::uint16_t*>(a.param) + i;
-        V::store(static_cast<float*>(a.master) + i, clean);
+        V::store(static_cast<float*>(a.master) + i, value);
         if constexpr (fp16) {
-            V::store_fp16(param, clean);
+            V::store_fp16(param, value);
         } else {
-            V::store_high_16(param, round_high<V>(V::as_int(clean)));
+            V::store_high_16(param, round_high<V>(V::as_int(value)));
         }
     }
 };

@@ -173,6 +173,13 @@ void update_with(const Arrays& a, const Coefficients& c, std::size_t begin, std:
         case Moments::kFp32:
             return update_plainly<V, F, MomentsFp32<V>, R>(a, c, begin, end);
         case Moments::kBf16:
+            if constexpr (F::kMasterBytes == 2) {
+                using E = typename V::Interleaved;
+                if (a.grad_dtype == DType::kBf16) {
+                    return update_plainly<E, FormatRemainder<E>, MomentsBf16<E>, typename R::template With<E>>(
+                        a, c, begin, end);
+                }
+            }
             return update_plainly<V, F, MomentsBf16<V>, R>(a, c, begin, end);
         case Moments::kEight:
             return update_blocks<V, F, Root, root>(a, c, begin, end);

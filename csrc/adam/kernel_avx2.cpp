@@ -29,6 +29,10 @@ struct Avx2 {
         const Float nan = _mm256_castsi256_ps(_mm256_set1_epi32(static_cast<int>(kCanonicalNan)));
         return _mm256_blendv_ps(x, nan, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     }
+    static bool any_nan(Float x, Float y) {
+        const Float unordered = _mm256_cmp_ps(x, y, _CMP_UNORD_Q);
+        return _mm256_testz_ps(unordered, unordered) == 0;
+    }
 
     static Float sign(Float x) {
         const Float one = _mm256_or_ps(_mm256_set1_ps(1.0f), _mm256_and_ps(x, _mm256_set1_ps(-0.0f)));
@@ -55,6 +59,8 @@ struct Avx2 {
     static Int shift_left(Int x) {
         return _mm256_slli_epi32(x, bits);
     }
+    static Int shift_right_signed_16(Int x) { return _mm256_srai_epi32(x, 16); }
+    static Int halves(Int low, Int high) { return _mm256_blend_epi16(low, high, 0xAA); }
     static Int iota() { return _mm256_set_epi32(7, 6, 5, 4, 3, 2, 1, 0); }
     static std::uint32_t largest(Int x) {
         std::uint32_t lanes[kWidth], most = 0;

@@ -30,6 +30,7 @@ struct Avx512 {
         const Float nan = _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(kCanonicalNan)));
         return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), nan);
     }
+    static bool any_nan(Float x, Float y) { return _mm512_cmp_ps_mask(x, y, _CMP_UNORD_Q) != 0; }
 
     static Float sign(Float x) {
         const Float one = _mm512_or_ps(_mm512_set1_ps(1.0f), _mm512_and_ps(x, _mm512_set1_ps(-0.0f)));
@@ -55,14 +56,16 @@ struct Avx512 {
     static Int shift_left(Int x) {
         return _mm512_slli_epi32(x, bits);
     }
+    static Int shift_right_signed_16(Int x) { return _mm512_srai_epi32(x, 16); }
+    static Int halves(Int low, Int high) { return blend(high, low, set_int(0xFFFF0000u)); }
     static Int iota() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
     static std::uint32_t largest(Int x) { return _mm512_reduce_max_epu32(x); }
     static Int load_high_16(const std::uint16_t* from) {
         return _mm512_slli_epi32(_mm512_cvtepu16_epi32(load_256(from)), 16);
     }
     static Int load_signed_16(const std::int16_t* from) { return _mm512_cvtepi16_epi32(load_256(from)); }
-    static void store_low_16(std::uint16_t* to, Int a, Int b) { _mm512_storeu_si512(to, halves(a, b, 0)); }
-    static void store_high_16(std::uint16_t* to, Int a, Int b) { _mm512_storeu_si512(to, halves(a, b, 1)); }
+    static void store_low_16(std::uint16_t* to, Int a, Int b) { _mm512_storeu_si512(to, words_of(a, b, 0)); }
+    static void store_high_16(std::uint16_t* to, Int a, Int b) { _mm512_storeu_si512(to, words_of(a, b, 1)); }
 
     static Float load_fp16(const std::uint16_t* from) { return _mm512_cvtph_ps(load_256(from)); }
     static void store_fp16(std::uint16_t* to, Float x) {
@@ -92,7 +95,7 @@ struct Avx512 {
 
   private:
     // Returns 16 bits of each lane of a, then of b: the low half, or the high half if `high` is 1.
-    static Int halves(Int a, Int b, std::uint32_t high) {
+    static Int words_of(Int a, Int b, std::uint32_t high) {
         const Int at = shift_left<2>(iota());  // lane i of the result is words 4i and 4i + 2 of both, or the next
         const Int words = add_int(or_int(at, shift_left<16>(at)), set_int(0x00020000u + 0x00010001u * high));
         return _mm512_permutex2var_epi16(a, words, b);

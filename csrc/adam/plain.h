@@ -12,6 +12,8 @@ namespace {
 
 struct Plain {
     static constexpr std::size_t kWidth = 1, kDoubleWidth = 1;
+    static constexpr bool kInterleaved = false;
+    using Interleaved = Plain;
     using Float = float;
     using Int = std::uint32_t;
     using Double = double;
@@ -51,6 +53,7 @@ struct Plain {
     INFINITY_FN static void store_fp16(std::uint16_t* to, Float x) { *to = to_fp16(x); }
 #endif
     INFINITY_FN static Float canonical(Float x) { return x == x ? x : __builtin_bit_cast(float, kCanonicalNan); }
+    static bool any_nan(Float x) { return x != x; }
 
     INFINITY_FN static Float sign(Float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x + 0.0f; }
 

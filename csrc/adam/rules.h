@@ -14,6 +14,8 @@ namespace {
 template <class V, bool decoupled, bool root>
 struct RuleAdam {
     using Float = typename V::Float;
+    template <class W>
+    using With = RuleAdam<W, decoupled, root>;
     static constexpr int kMoments = 2;
     Float grad_scale, decay, weight_decay, avg_weight, beta2, one_minus_beta2, inv_correction2, eps, step_size;
     bool lerp_from_grad;
@@ -37,7 +39,12 @@ struct RuleAdam {
         } else {
             g = V::fma(p, weight_decay, g);
         }
-        m = V::fma(avg_weight, V::sub(g, m), lerp_from_grad ? g : m);
+        const Float difference = V::sub(g, m);
+        if (lerp_from_grad) {  // two calls: GCC would select a pair of vectors through memory
+            m = V::fma(avg_weight, difference, g);
+        } else {
+            m = V::fma(avg_weight, difference, m);
+        }
         if constexpr (root) v = V::mul(v, v);
         v = V::fma(V::mul(one_minus_beta2, g), g, V::mul(v, beta2));
         const Float deviation = V::sqrt(v);
@@ -51,6 +58,8 @@ struct RuleAdam {
 template <class V, bool root>
 struct RuleAdagrad {
     using Float = typename V::Float;
+    template <class W>
+    using With = RuleAdagrad<W, root>;
     static constexpr int kMoments = 1;
     Float grad_scale, weight_decay, eps, step_size;
     bool decays;
@@ -77,6 +86,8 @@ struct RuleAdagrad {
 template <class V>
 struct RuleLion {
     using Float = typename V::Float;
+    template <class W>
+    using With = RuleLion<W>;
     static constexpr int kMoments = 1;
     Float grad_scale, decay, avg_weight, beta2, one_minus_beta2, step_size;
 
@@ -100,6 +111,8 @@ struct RuleLion {
 template <class V>
 struct RuleSgd {
     using Float = typename V::Float;
+    template <class W>
+    using With = RuleSgd<W>;
     static constexpr int kMoments = 1;
     Float grad_scale, weight_decay, momentum, one_minus_dampening, step_size;
     bool decays, nesterov;

@@ -9,8 +9,13 @@ namespace infinity::adam {
 namespace {
 
 template <class W>
+struct EvenOdd;
+
+template <class W>
 struct VectorPair {
     static constexpr std::size_t kWidth = 2 * W::kWidth;
+    static constexpr bool kInterleaved = false;
+    using Interleaved = EvenOdd<W>;
     struct Float {
         typename W::Float a, b;
     };
@@ -32,6 +37,7 @@ struct VectorPair {
     static Float fma(Float x, Float y, Float z) { return {W::fma(x.a, y.a, z.a), W::fma(x.b, y.b, z.b)}; }
     static Float sqrt(Float x) { return {W::sqrt(x.a), W::sqrt(x.b)}; }
     static Float canonical(Float x) { return {W::canonical(x.a), W::canonical(x.b)}; }
+    static bool any_nan(Float x) { return W::any_nan(x.a, x.b); }
     static Float sign(Float x) { return {W::sign(x.a), W::sign(x.b)}; }
 
     static Int as_int(Float x) { return {W::as_int(x.a), W::as_int(x.b)}; }
@@ -75,6 +81,37 @@ struct VectorPair {
         W::store_8(to, x.a);
         W::store_8(to + W::kWidth, x.b);
     }
+};
+
+// A pair of elements 0, 2, 4, ... and elements 1, 3, 5, ..., for updates whose arrays all have 16 bits: a word of
+// memory holds an element of each, so that none crosses a lane on its way to memory or back.
+template <class W>
+struct EvenOdd : VectorPair<W> {
+    static constexpr bool kInterleaved = true;
+    using typename VectorPair<W>::Int;
+
+    static Int iota() {
+        const typename W::Int even = W::template shift_left<1>(W::iota());
+        return {even, W::add_int(even, W::set_int(1))};
+    }
+    static Int load_high_16(const std::uint16_t* from) {
+        const typename W::Int words = load_words(from);
+        return {W::template shift_left<16>(words), W::and_int(words, W::set_int(0xFFFF0000u))};
+    }
+    static Int load_signed_16(const std::int16_t* from) {
+        const typename W::Int words = load_words(from);
+        return {W::shift_right_signed_16(W::template shift_left<16>(words)), W::shift_right_signed_16(words)};
+    }
+    static void store_low_16(std::uint16_t* to, Int x) {
+        store_words(to, W::halves(x.a, W::template shift_left<16>(x.b)));
+    }
+    static void store_high_16(std::uint16_t* to, Int x) {
+        store_words(to, W::halves(W::template shift_right<16>(x.a), x.b));
+    }
+
+  private:
+    static typename W::Int load_words(const void* from) { return W::as_int(W::load(static_cast<const float*>(from))); }
+    static void store_words(void* to, typename W::Int x) { W::store(static_cast<float*>(to), W::as_float(x)); }
 };
 
 }  // namespace

@@ -84,6 +84,15 @@ struct Coefficients {
     Random random;
 };
 
+// One validated update.
+struct UpdateCall {
+    Format format;
+    Rule rule;
+    Arrays arrays;
+    Coefficients coefficients;
+    std::size_t n;
+};
+
 // Elements per tile of the sum of squares: part of its definition, see sum_of_squares in adam.h.
 inline constexpr std::size_t kSumTile = 4096;
 // fp64 lanes within such a tile: element i is added to lane i % 32, lanes are then added pairwise.

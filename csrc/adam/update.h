@@ -10,14 +10,20 @@ namespace {
 
 constexpr std::size_t min(std::size_t a, std::size_t b) { return a < b ? a : b; }
 
+// Every rule adds to the parameter a function of its new moments, so a NaN in one of them shows in the parameter.
 template <class V, class F, class M, class R>
 inline void update_vector(const Arrays& a, const R& rule, std::size_t i, typename V::Int random) {
     typename V::Float p = F::load(a, i);
     typename V::Float m = M::load(a.moment[0], i), v = R::kMoments == 2 ? M::load(a.moment[1], i) : m;
     rule(p, load_grad<V>(a.grad_dtype, a.grad, i), m, v);
+    if (__builtin_expect(V::any_nan(p), false)) {
+        p = V::canonical(p);
+        m = V::canonical(m);
+        v = V::canonical(v);
+    }
     F::store(a, i, p);
-    M::template store<0>(a.moment[0], i, V::canonical(m), random);
-    if constexpr (R::kMoments == 2) M::template store<1>(a.moment[1], i, V::canonical(v), random);
+    M::template store<0>(a.moment[0], i, m, random);
+    if constexpr (R::kMoments == 2) M::template store<1>(a.moment[1], i, v, random);
 }
 
 // A zero-padded copy of fewer elements than a vector, so that memory beyond the arrays is not accessed.
@@ -62,7 +68,7 @@ class Staged {
 
 template <class V, class F, class M, class R>
 [[gnu::flatten]] void update_plainly(const Arrays& arrays, const Coefficients& c, std::size_t begin, std::size_t end) {
-    const Arrays a = arrays;  // a local copy, so that stores through its pointers cannot change it
+    const Arrays a = arrays;  // a copy whose address nobody takes: its pointers stay in registers
     const R rule(c);
     for (std::size_t at = begin, stop = begin; at < end; at = stop) {
         stop = at + min(end - at, (std::size_t{1} << 32) - static_cast<std::uint32_t>(c.random.first + at));
@@ -73,7 +79,7 @@ template <class V, class F, class M, class R>
         }
         if constexpr (V::kWidth > 1) {
             if (i == stop) continue;
-            Staged<V, F, M::kBytes> rest(a, i, stop - i, R::kMoments);
+            Staged<V, F, M::kBytes> rest(arrays, i, stop - i, R::kMoments);
             update_vector<V, F, M>(rest.arrays, rule, 0, M::random(element_random, i - at));
             rest.put_back();
         }

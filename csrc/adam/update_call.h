@@ -12,15 +12,6 @@
 
 namespace infinity::adam {
 
-// One validated call, without the arguments of its device.
-struct UpdateCall {
-    Format format;
-    Rule rule;
-    Arrays arrays;
-    Coefficients coefficients;
-    std::size_t n;
-};
-
 struct UpdateNames {
     const std::string &rule, &format, &grad_dtype, &moment_format;
 };
@@ -34,14 +25,14 @@ struct UpdateArrays {
 UpdateCall to_update_call(const UpdateNames& names, const UpdateArrays& addresses, Hyper hyper,
                           const pybind11::object& step);
 
-// Defines `update` in `m`, which calls run(const UpdateCall&, Own...). Its arguments are those of every device, then
-// those of this one, of types Own... with `own` as names and defaults.
+// Defines function `name` in `m`, which returns run(const UpdateCall&, Own...). Its arguments are those of every
+// device, then those of this one, of types Own... with `own` as names and defaults.
 template <class... Own, class Run, class... Names>
-void def_update(pybind11::module_& m, const Run& run, const Names&... own) {
+void def_update(pybind11::module_& m, const char* name, const Run& run, const Names&... own) {
     namespace py = pybind11;
     using namespace py::literals;
     m.def(
-        "update",
+        name,
         [run](const std::string& rule, const py::object& param, const py::object& master, const py::object& grad,
               const std::vector<py::object>& moments, const std::vector<py::object>& scales, const py::object& n,
               const std::string& format, const std::string& grad_dtype, const std::string& moment_format, double lr,
@@ -50,15 +41,14 @@ void def_update(pybind11::module_& m, const Run& run, const Names&... own) {
               std::uint64_t first, Own... own_arguments) {
             const Hyper hyper{Rule{},   lr,        beta1,    beta2,    eps, weight_decay, grad_scale,
                               momentum, dampening, lr_decay, nesterov, 0,   {key, first}};
-            run(to_update_call({rule, format, grad_dtype, moment_format}, {param, master, grad, moments, scales, n},
-                               hyper, step),
-                own_arguments...);
+            return run(to_update_call({rule, format, grad_dtype, moment_format},
+                                      {param, master, grad, moments, scales, n}, hyper, step),
+                       own_arguments...);
         },
         "rule"_a, py::kw_only(), "param"_a, "master"_a, "grad"_a, "moments"_a, "scales"_a, "n"_a, "format"_a,
         "grad_dtype"_a, "moment_format"_a, "lr"_a, "beta1"_a = 0.9, "beta2"_a = 0.999, "eps"_a = 1e-8,
         "weight_decay"_a = 0.0, "momentum"_a = 0.0, "dampening"_a = 0.0, "lr_decay"_a = 0.0, "nesterov"_a = false,
-        "grad_scale"_a = 1.0, "step"_a, "key"_a = 0, "first"_a = 0, own...,
-        "Perform one step on n elements, in place.");
+        "grad_scale"_a = 1.0, "step"_a, "key"_a = 0, "first"_a = 0, own..., "One step on n elements, in place.");
 }
 
 }  // namespace infinity::adam

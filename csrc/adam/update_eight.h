@@ -59,7 +59,7 @@ struct Updater {
         typename V::Float m = first.load(codes(0)), v = m;
         if constexpr (R::kMoments == 2) v = second.load(codes(1));
         rule(p, load_grad<V>(a.grad_dtype, a.grad, i), m, v);
-        F::store(a, i, p);
+        F::store(a, i, V::canonical(p));
         V::store(m_to, m);
         see<0>(m);
         if constexpr (R::kMoments == 2) {

@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 
 from infinity.errors import ConfigError, ModelError
-from infinity.optim.cpu_adam import update_flat
+from infinity.native import _adam
+from infinity.optim.cpu_adam import update_arguments
 from infinity.optim.moments import moment_from_fp32, moment_to_fp32, rounding_key, zero_moments
 from infinity.plan.formats import FORMATS, moments_in
 from infinity.rules import RULES, Hyper, MomentFormat
 
+_CPU = torch.device("cpu")
 _NAMES = RULES["adamw"].moments
 _EXTRA = {torch.bfloat16: ("remainder", torch.int16), torch.float16: ("master", torch.float32)}
 """Parameter dtype → name and dtype of the state that completes it to fp32."""
@@ -106,18 +108,21 @@ class CPUAdam(torch.optim.Optimizer):
 
         grad_scale: factor applied to gradients as they are read, such as 1 / loss scale or a clipping coefficient.
         """
-        loss = None
+        loss, pending = None, list[_adam.Update]()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         number = 0
-        for group in self.param_groups:
-            hyper = _hyper(group)
-            scale = -grad_scale if group["maximize"] else grad_scale
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, number, hyper, scale)
-                number += 1
+        try:
+            for group in self.param_groups:
+                hyper = _hyper(group)
+                scale = -grad_scale if group["maximize"] else grad_scale
+                for param in group["params"]:
+                    if param.grad is not None:
+                        self._update(param, number, hyper, scale, pending)
+                    number += 1
+        finally:
+            _adam.update_all(pending, self.threads)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,7 +164,8 @@ class CPUAdam(torch.optim.Optimizer):
 
     # -- one parameter -------------------------------------------------------------------------------------------------
 
-    def _update(self, param: Tensor, number: int, hyper: Hyper, grad_scale: float) -> None:
+    def _update(self, param: Tensor, number: int, hyper: Hyper, grad_scale: float, pending: list[_adam.Update]) -> None:
+        """Add the update of `param` to `pending`, which one call performs: waking threads for each takes as long."""
         _check(param)
         grad = param.grad
         assert grad is not None
@@ -179,16 +185,19 @@ class CPUAdam(torch.optim.Optimizer):
             state.update(_rest(param, {}))  # the model was cast after its first step
         kept = None if extra is None else state[extra[0]]
         flat = param.contiguous()
-        given = flat, kept, grad.resolve_neg().contiguous(), moments, scales
+        dense = grad.resolve_neg().contiguous()
         try:
-            update_flat(*given, hyper, step, grad_scale=grad_scale, key=self._key(number, step), threads=self.threads)
+            given = update_arguments(_CPU, flat, kept, dense, moments, scales, hyper)
+            pending.append(_adam.prepare(**given, grad_scale=grad_scale, step=step, key=self._key(number, step)))
         except ValueError:
             state["step"] -= 1
             raise
+        torch.autograd.graph.increment_version(param)  # written by address, unseen by autograd
+        if flat is not param or dense is not grad:  # copies, which live until this returns
+            _adam.update_all(pending, self.threads)
+            pending.clear()
         if flat is not param:
             param.copy_(flat)
-        else:
-            torch.autograd.graph.increment_version(param)  # written by address, unseen by autograd
 
     def _key(self, number: int, step: int) -> int:
         """Return the key of the stochastic rounding of parameter `number` in this step."""

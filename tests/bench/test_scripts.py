@@ -78,7 +78,7 @@ def test_a_tiny_adam_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     adam = importlib.import_module("adam")
     monkeypatch.setattr(adam, "PER_TURN", 1)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    flags = ["--sizes", "1e3", "--repeats", "2", "--threads", "1", "--remark", "A trial."]
+    flags = ["--sizes", "1e3", "--repeats", "2", "--threads", "1", "--parameters", "1e3", "--remark", "A trial."]
     result = run_main(adam, monkeypatch, tmp_path, *flags)
     assert {sample["case"] for sample in result["samples"]} == {case.name for case in adam.CASES}
     assert "\nA trial.\n" in (tmp_path / "adam.md").read_text()

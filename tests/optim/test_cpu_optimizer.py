@@ -438,3 +438,35 @@ def test_states_of_other_optimizers_are_refused_before_anything_is_changed() -> 
         assert all(
             torch.equal(optimizer.state_dict()["state"][n]["exp_avg"], s["exp_avg"]) for n, s in before["state"].items()
         )
+
+
+def test_an_error_leaves_earlier_parameters_updated() -> None:
+    first, second = nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(300))
+    first.grad, second.grad = torch.ones(300), torch.ones(300)
+    optimizer = CPUAdam([first, second])
+    optimizer.step()
+    before, version = first.detach().clone(), first._version
+    second.grad = torch.ones(300).to_sparse()
+    with pytest.raises(ModelError, match="sparse"):
+        optimizer.step()
+    assert not torch.equal(first, before) and first._version > version
+    assert [int(optimizer.state[param]["step"]) for param in (first, second)] == [2, 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copied_gradients_among_others(dtype: torch.dtype) -> None:
+    """Parameters and gradients that are not contiguous are updated in their turn, from copies."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(300, 300).to(dtype)) for _ in range(4)]
+    params[1].data = params[1].data.t()
+    for param in params:
+        param.grad = torch.randn(300, 300).to(dtype)
+    params[2].grad = torch.randn(300, 300).to(dtype).t()
+    alone = [nn.Parameter(param.detach().clone()) for param in params]
+    optimizers = [CPUAdam(params), *(CPUAdam([param]) for param in alone)]
+    for param, one in zip(params, alone, strict=True):
+        one.grad = param.grad
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.step()
+    assert all(torch.equal(param, one) for param, one in zip(params, alone, strict=True))

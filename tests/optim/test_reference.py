@@ -227,3 +227,19 @@ def test_nans_are_stored_as_one_pattern(
         assert moment is None or (moment == (0x7FC00000 if moments == "fp32" else 0x7FC0)).all()
     param = {"fp32": 0x7FC00000, "master_fp16": 0x7E00}.get(format, 0x7FC0)
     assert (problem.arrays["param"] == param).all()
+
+
+@pytest.mark.parametrize("change", [{}, {"lr": 0.0}, {"beta1": 0.0, "beta2": 0.0, "momentum": 0.0}, {"nesterov": True}])
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_hostile_values_store_no_other_nan(
+    make: Callable[..., Any], rule: str, moments: str, change: dict[str, Any], isa: str
+) -> None:
+    """Kernels look for a NaN in the parameter only: one in a moment shows there."""
+    problem = make("fp32", "fp32", 60_000, rule=rule, moments=moments, seed=8, hostile=True).call(isa, **change)
+    for name in ("param", "moment0", "moment1"):
+        array = problem.arrays[name]
+        if array is None:
+            continue
+        sign, infinity, nan = (0x80000000, 0x7F800000, 0x7FC00000) if array.itemsize == 4 else (0x8000, 0x7F80, 0x7FC0)
+        found = array[(array & (sign - 1)) > infinity]
+        assert found.size > 100 and (found == nan).all()

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from infinity.native import _adam
+from support.adam_arrays import HYPER
 
 N = 300_007
 
@@ -27,6 +28,43 @@ N = 300_007
 def test_number_of_threads(make: Callable[..., Any], format: str, threads: int) -> None:
     whole = make(format, "bf16", N, seed=1)
     whole.copy().call(threads=threads).assert_same(whole.copy().call(threads=1))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_updates_together(make: Callable[..., Any], format: str, moments: str, threads: int) -> None:
+    """Of arrays of many sizes, none among them."""
+    sizes = 0, 1, N, 300, 0, 65_536, 32_768, 0
+    wholes = [make(format, "bf16", n, moments=moments, seed=seed) for seed, n in enumerate(sizes)]
+    together = [whole.copy() for whole in wholes]
+    _adam.update_all([_adam.prepare(**one.arguments(), **HYPER) for one in together], threads)
+    for one, whole in zip(together, wholes, strict=True):
+        one.assert_same(whole.call(threads=1))
+        one.assert_guards()
+
+
+@pytest.mark.parametrize("shared", ["all", "param", "gradient of the next"])
+def test_updates_together_that_share_memory_take_turns(make: Callable[..., Any], shared: str) -> None:
+    first, second = (make("fp32", "fp32", N, seed=seed) for seed in (1, 2))
+    if shared == "all":
+        second = first
+    else:
+        second.arrays["param" if shared == "param" else "grad"] = first.arrays["param"]
+    before = {name: array.copy() for one in (first, second) for name, array in named(one)}
+    for one in (first, second):
+        one.call()
+    expected = {name: array.copy() for one in (first, second) for name, array in named(one)}
+    for one in (first, second):
+        for name, array in named(one):
+            array[:] = before[name]
+    _adam.update_all([_adam.prepare(**one.arguments(), **HYPER) for one in (first, second)], 4)
+    for one in (first, second):
+        for name, array in named(one):
+            assert np.array_equal(array, expected[name])
+
+
+def named(problem: Any) -> list[tuple[int, Any]]:
+    """Arrays by their address."""
+    return [(array.ctypes.data, array) for array in problem.arrays.values() if array is not None]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -123,7 +123,7 @@ std::vector<std::string> architectures() {  // in CMake's notation: 75-real;90
 PYBIND11_MODULE(_adam_cuda, m) {
     m.doc() = "Optimizer steps over flat arrays in a CUDA device's memory, passed by address.";
     def_update<int, std::uintptr_t>(
-        m,
+        m, "update",
         [](const UpdateCall& call, int device, std::uintptr_t stream) {
             const py::gil_scoped_release release;
             update(call.format, call.rule, call.arrays, call.coefficients, call.n, {device, stream});

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads)
             float p = F::load(run.values(), k);
             float m = M::load(run.moment[0], k), v = R::kMoments == 2 ? M::load(run.moment[1], k) : m;
             rule(p, run.grad[k], m, v);
-            F::store(run.values(), k, p);
+            F::store(run.values(), k, Plain::canonical(p));
             const std::uint32_t random = M::random(element_random, k);
             M::template store<0>(run.moment[0], k, Plain::canonical(m), random);
             if constexpr (R::kMoments == 2) M::template store<1>(run.moment[1], k, Plain::canonical(v), random);
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads)
                 float m = first.decode(runs[r].moment[0][k]), v = m;
                 if constexpr (R::kMoments == 2) v = second.decode(runs[r].moment[1][k]);
                 rule(p, runs[r].grad[k], m, v);
-                F::store(runs[r].values(), k, p);
+                F::store(runs[r].values(), k, Plain::canonical(p));
                 codes0.values[r][k] = m;
                 codes1.values[r][k] = v;
                 if (k < runs[r].extent.count) {
