@@ -13,6 +13,11 @@ namespace infinity::adam {
 void update(const Kernels& kernels, Format format, Rule rule, const Arrays& arrays, const Coefficients& coefficients,
             std::size_t n, int threads, Priority priority);
 
+// As `update`, from the values of `sources`, which may be those of the call. Others are read and stay. The results are
+// written past the caches, so that no line of them is read first.
+void update_from(const Kernels& kernels, const UpdateCall& call, const Sources& sources, int threads,
+                 Priority priority);
+
 // Performs all calls in one job of the pool, which wakes its threads once. Calls that share memory run in their order.
 void update_all(const Kernels& kernels, const std::vector<UpdateCall>& calls, int threads);
 

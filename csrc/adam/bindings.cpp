@@ -157,16 +157,19 @@ PYBIND11_MODULE(_adam, m) {
     def_update(m, "prepare", [](const UpdateCall& call) { return call; });
     m.def("update_all", &py_update_all, "updates"_a, "threads"_a = 0, "isa"_a = "auto",
           "Perform prepared updates together, as if one after another.");
-    def_update<const py::object&, bool, const std::string&>(
+    def_update<const py::object&, bool, const std::string&, const std::vector<py::object>&>(
         m, "update",
-        [](const UpdateCall& call, const py::object& threads, bool background, const std::string& isa) {
+        [](const UpdateCall& call, const py::object& threads, bool background, const std::string& isa,
+           const std::vector<py::object>& addresses) {
             const Kernels& kernels = to_kernels(isa);
             const int workers = to_threads(threads);
             const Priority priority = background ? Priority::kBackground : Priority::kNormal;
+            const Sources sources = addresses.empty() ? Sources{} : to_sources(call, addresses);
             const py::gil_scoped_release release;
+            if (!addresses.empty()) return update_from(kernels, call, sources, workers, priority);
             update(kernels, call.format, call.rule, call.arrays, call.coefficients, call.n, workers, priority);
         },
-        "threads"_a = 0, "background"_a = false, "isa"_a = "auto");
+        "threads"_a = 0, "background"_a = false, "isa"_a = "auto", "sources"_a = std::vector<py::object>{});
     m.def("bare", &py_bare, "streams"_a, "threads"_a = 0,
           "Read and write with an update's access pattern, one addition per word, as a lower bound of its time. "
           "Destroys the data of written streams.");

@@ -61,6 +61,14 @@ struct Arrays {
     Moments moments;
 };
 
+// The values from which a step starts, if they are not those of `Arrays`, where it writes its results.
+struct Sources {
+    const void* param;
+    const void* master;
+    const void* moment[2];
+    const std::uint8_t* scale[2];
+};
+
 // Random bits of stochastic rounding. They depend only on the key and the number of the element, and are therefore the
 // same for all tiles, threads, ranks and devices.
 struct Random {
@@ -115,6 +123,8 @@ using TouchFn = void (*)(float* words, std::size_t n, bool writes);
 
 // Returns the fingerprint of `count` words from word number `first` on; see fingerprint in adam.h.
 using FingerprintFn = std::uint64_t (*)(const std::uint64_t* words, std::size_t first, std::size_t count);
+// Copies bytes past the caches, if the target is at a line.
+using StreamFn = void (*)(const char* from, char* to, std::size_t nbytes);
 // Copies these words and returns their fingerprint.
 using CopyFn = std::uint64_t (*)(const std::uint64_t* from, std::uint64_t* to, std::size_t first, std::size_t count);
 
@@ -128,6 +138,7 @@ struct Kernels {
     TouchFn touch;
     FingerprintFn fingerprint;
     CopyFn copy;
+    StreamFn stream;
 };
 
 }  // namespace infinity::adam

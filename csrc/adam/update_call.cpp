@@ -56,6 +56,31 @@ Arrays to_arrays(const UpdateNames& names, const UpdateArrays& addresses, Rule r
 
 }  // namespace
 
+Sources to_sources(const UpdateCall& call, const std::vector<py::object>& addresses) {
+    const bool eight = call.arrays.moments == Moments::kEight;
+    const std::size_t count = moments_of(call.rule), wanted = 2 + (eight ? 2 : 1) * count;
+    if (addresses.size() != wanted) {
+        throw py::value_error("sources has " + std::to_string(addresses.size()) + " addresses: pass " +
+                              std::to_string(wanted) + ", of param, master, moments and scales");
+    }
+    Sources sources{};
+    ArrayChecks checks(call.n);
+    sources.param = pointer<const void>(checks.add("sources[0]", addresses[0], call.format == Format::kFp32 ? 4 : 2));
+    if (call.format != Format::kFp32) {
+        const std::size_t width = call.format == Format::kRemainder ? 2 : 4;
+        sources.master = pointer<const void>(checks.add("sources[1]", addresses[1], width));
+    }
+    const std::size_t width = eight ? 1 : call.arrays.moments == Moments::kBf16 ? 2 : 4;
+    for (std::size_t k = 0; k < count; ++k) {
+        sources.moment[k] = pointer<const void>(checks.add("a source of moments", addresses[2 + k], width));
+        if (!eight) continue;
+        const std::size_t blocks = (call.n + kBlock - 1) / kBlock;
+        sources.scale[k] =
+            pointer<const std::uint8_t>(checks.add("a source of scales", addresses[2 + count + k], 1, blocks));
+    }
+    return sources;
+}
+
 UpdateCall to_update_call(const UpdateNames& names, const UpdateArrays& addresses, Hyper hyper,
                           const py::object& step) {
     check_hyper(hyper);

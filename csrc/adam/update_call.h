@@ -25,6 +25,9 @@ struct UpdateArrays {
 UpdateCall to_update_call(const UpdateNames& names, const UpdateArrays& addresses, Hyper hyper,
                           const pybind11::object& step);
 
+// Returns the addresses of a call's sources: of param, master (any in fp32), moments and scales, in this order.
+Sources to_sources(const UpdateCall& call, const std::vector<pybind11::object>& addresses);
+
 // Defines function `name` in `m`, which returns run(const UpdateCall&, Own...). Its arguments are those of every
 // device, then those of this one, of types Own... with `own` as names and defaults.
 template <class... Own, class Run, class... Names>

@@ -55,6 +55,7 @@ def update(
     threads: int = 0,
     background: bool = False,
     isa: str = "auto",
+    sources: Sequence[int] = (),
 ) -> None:
     """Perform one step of `rule` on n elements, in place.
 
@@ -78,6 +79,8 @@ def update(
         is a multiple of BLOCK. Use another key in each step; otherwise rounding errors repeat.
     background: run on threads of a lower priority (nice 10 above the process), which take the time that other threads
         leave idle, while the calling thread sleeps. It takes part if they get too little time. On Linux only.
+    sources: addresses of the values to start from, which may stay: of param, master (any in fp32), moments and scales.
+        Empty: those of the arrays that the step writes. The result has the same bits.
     A NaN is stored as 0x7FC00000, in bf16 as 0x7FC0, in fp16 as 0x7E00.
     """
 

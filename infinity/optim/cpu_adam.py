@@ -117,6 +117,9 @@ def _moment_format(rule: RuleName, moments: Sequence[Tensor], scales: Sequence[T
     return kind
 
 
+Arrays = tuple[Tensor, Tensor | None, Sequence[Tensor], Sequence[Tensor]]
+"""param, master or remainder, moments, and scales of 8-bit moments."""
+
 _CPU = torch.device("cpu")
 _address = partial(address_of, device=_CPU)
 _CANONICAL_NAN = 0x7FC00000
@@ -136,6 +139,7 @@ def update_flat(
     first: int = 0,
     threads: int = 0,
     background: bool = False,
+    sources: Arrays | None = None,
 ) -> None:
     """Execute one optimizer step in place on all n elements of `param`; n may be 0.
 
@@ -147,12 +151,19 @@ def update_flat(
     scales: for uint8 codes, one per moment, uint8 (ceil(n / 256),); else empty.
     step: number of this optimizer step, from 1. threads: 0 is one per processor of this thread's affinity. background:
         on threads of a lower priority, which leave the processors to other threads first.
+    sources: param, master, moments and scales of the values to start from, which stay, with the shapes and dtypes of
+        those that the step writes; None: it changes its values in place.
     key, first: seed and element offset of the stochastic rounding of 16- and 8-bit moments, see `_adam.update`. Use a
         separate key for each step and array. Tiles of one array share the key and pass their offset in it.
 
     Raises ValueError, before any change, for tensors that do not match or numbers out of range.
     """
     given = update_arguments(_CPU, param, master_or_remainder, grad, moments, scales, hyper)
+    if sources is not None:
+        before = update_arguments(_CPU, sources[0], sources[1], grad, *sources[2:], hyper)
+        if any(given[name] != before[name] for name in ("n", "format", "moment_format")):
+            raise ValueError("sources differ from param, master and moments: pass tensors of their shapes and dtypes")
+        given["sources"] = [before["param"], before["master"], *before["moments"], *before["scales"]]
     _adam.update(
         **given, grad_scale=grad_scale, step=step, key=key, first=first, threads=threads, background=background
     )

@@ -69,10 +69,13 @@ def _gains(placement: Placement, unit: int, device: DeviceInfo) -> bool:
 
 
 def _room(budget: Budget, device: DeviceInfo, taken: Mapping[TierKind, int]) -> dict[TierKind, float]:
-    """Return tier → bytes for second slots. Host memory is used only where `infinity.memory.host` gives a limit."""
+    """Return tier → bytes for second slots. Host memory is used only where `infinity.memory.host` gives a limit. Half of
+    the free space on nvme is left to others.
+    """
     host = 0 if budget.host is None else budget.host - taken[TierKind.HOST]
-    limits = [limit for limit in (budget.nvme, budget.free_nvme) if limit is not None]
-    nvme = min(limits) - taken[TierKind.NVME] if limits else float("inf")
+    nvme = float("inf") if budget.nvme is None else budget.nvme - taken[TierKind.NVME]
+    if budget.free_nvme is not None:
+        nvme = min(nvme, (budget.free_nvme - taken[TierKind.NVME]) // 2)
     return {TierKind.DEVICE: 0, TierKind.HOST: max(0, host), TierKind.NVME: max(0, nvme)}
 
 

@@ -20,6 +20,9 @@ class Window:
 
     A view of the tier on memory tiers; on disk tiers a leased buffer, which `Tier.store` writes back. `release` returns
     the lease.
+
+    before: in a draft on memory tiers, the present bytes, and `tensor` is what they become; else None: `tensor` has
+    them.
     """
 
     tensor: torch.Tensor
@@ -27,6 +30,7 @@ class Window:
     extent: Extent
     offset: int
     lease: Lease | None = None
+    before: torch.Tensor | None = None
 
     def release(self) -> None:
         if self.lease is not None:
@@ -115,8 +119,12 @@ class Tier(ABC):
 
     def memory(self, extent: Extent) -> torch.Tensor | None:
         """Return the bytes of an extent, uint8 (nbytes,), to work on in place; None on tiers without reserved
-        memory.
+        memory. In a draft, they are those of the spare slot, and `before` has the present ones.
         """
+        return None
+
+    def before(self, extent: Extent) -> torch.Tensor | None:
+        """Return the present bytes of an extent in a draft, uint8 (nbytes,); None if `memory` has them."""
         return None
 
     def register(self, memory: torch.Tensor) -> None:  # noqa: B027 - most tiers gain nothing by it

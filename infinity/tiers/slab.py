@@ -106,13 +106,6 @@ class SlabTier(MemoryTier):
         start = self._spares.to_write(extent) + offset
         return self._slab[start : start + nbytes]
 
-    def _changing(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:
-        """Return bytes [offset, offset + nbytes) to change in place: in a draft, a copy in the spare slot."""
-        target = self._target(extent, offset, nbytes)
-        if self._spares.is_drafted(extent):
-            self._device.copy(target, self._view(extent, offset, nbytes)).wait()
-        return target
-
     def begin_draft(self, extent: Extent) -> bool:
         return self._spares.begin(extent)
 
@@ -120,7 +113,8 @@ class SlabTier(MemoryTier):
         self._spares.end(extent, keep=keep)
 
     def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
-        return Window(self._changing(extent, offset, nbytes), DONE, extent, offset)
+        before = self._view(extent, offset, nbytes) if self._spares.is_drafted(extent) else None
+        return Window(self._target(extent, offset, nbytes), DONE, extent, offset, before=before)
 
     def fetch(self, extent: Extent, destination: torch.Tensor) -> Transfer:
         with self._copying("host_to_device", extent):
@@ -134,7 +128,10 @@ class SlabTier(MemoryTier):
 
     def memory(self, extent: Extent) -> torch.Tensor:
         """Return the bytes of an extent, uint8 (nbytes,): a view of the slab."""
-        return self._changing(extent, 0, extent.nbytes)
+        return self._target(extent, 0, extent.nbytes)
+
+    def before(self, extent: Extent) -> torch.Tensor | None:
+        return self._view(extent, 0, extent.nbytes) if self._spares.is_drafted(extent) else None
 
     def take_written(self) -> set[int]:
         """Return the offsets of extents that `write` has changed since the last call; updates work in place."""

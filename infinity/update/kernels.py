@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,25 +40,42 @@ def update_run(
     seed: int = 0,
     threads: int = 0,
     background: bool = False,
+    before: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None,
 ) -> None:
     """Update `param` and `states` in place. All tensors are 1-D, contiguous and on one device.
 
     param, grad: (n,). states: by name, those of a `StateFormat`; scales of 8-bit moments are (ceil(n / 256),).
     first: index of the first element in the model, a multiple of 256; with `seed` and `step` it determines the rounding
-    of 16- and 8-bit moments. threads, background: of an update on the host (`cpu_adam.update_flat`).
+    of 16- and 8-bit moments. threads, background: of an update on the host (`cpu_adam.update_flat`). before: on the
+    host, the parameters and states to start from, which stay; None: `param` and `states`.
     """
     # The place of the parameters decides, since states are in the same memory then.
     on_host = param.is_cpu
     if not on_host and not _has_kernels(param.device.type):
         return _update_by_torch(states, param, grad, hyper, step, grad_scale)
-    kept = states.get("remainder", states.get("master"))
-    given = (param, kept, grad, *moments_in(hyper.rule, states), hyper, step)
+    kept, *moments = _arrays(states, hyper)
+    given = (param, kept, grad, *moments, hyper, step)
     # A counter and no generator, so that the bits follow from element and step [Note: kernels with the same bits].
     key = rounding_key(seed, step)
     if on_host:
-        update_flat(*given, grad_scale=grad_scale, key=key, first=first, threads=threads, background=background)
+        sources = None if before is None else (before[0], *_arrays(before[1], hyper))
+        update_flat(
+            *given,
+            grad_scale=grad_scale,
+            key=key,
+            first=first,
+            threads=threads,
+            background=background,
+            sources=sources,
+        )
     else:
+        assert before is None
         cuda_adam.update_flat(*given, grad_scale=grad_scale, key=key, first=first)
+
+
+def _arrays(states: dict[str, torch.Tensor], hyper: Hyper) -> tuple[torch.Tensor | None, Any, Any]:
+    """Return the master or remainder, the moments and their scales."""
+    return states.get("remainder", states.get("master")), *moments_in(hyper.rule, states)
 
 
 def check_on_device(device_type: str, rule: RuleName, moments: MomentFormat) -> None:

@@ -17,8 +17,10 @@ from infinity.plan.layout import Run, UnitLayout
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Failed, Transfer
 from infinity.update.job import PlacedUpdate, UpdateJob
-from infinity.update.tiles import RunningJob, TileInFlight, UnitTiles, UpdateBuffers
+from infinity.update.tiles import RunningJob, TileInFlight, TileLayout, UnitTiles, UpdateBuffers
 
+_Values = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""Parameters of a shard, and states of a tile by name."""
 Kernel = Callable[..., None]
 """(states by name, param, grad, hyper, step, grad_scale, first, *, background) for one run of elements; see
 `update_run` in `infinity.update.kernels`.
@@ -66,7 +68,17 @@ class UpdateStages:
             work = staging.tensor
         assert work is not None
         arrived = self._read_param(placed, unit, work) if ready is DONE else ready
-        running = RunningJob(placed, unit, work, work.view(layout.dtype), arrived, staging, deque(unit.tiles))
+        before = unit.param_tier.before(unit.param) if unit.updated_in == "tier" else None
+        running = RunningJob(
+            placed,
+            unit,
+            work,
+            work.view(layout.dtype),
+            None if before is None else before.view(layout.dtype),
+            arrived,
+            staging,
+            deque(unit.tiles),
+        )
         if skipped:
             running.skip()
         return running
@@ -181,7 +193,7 @@ class UpdateStages:
             grad = _part(job.arrived().shard, tile.start, tile.stop)
         runs = running.runs()
         began = now()
-        whole = self._states(item)
+        whole = self._states(item, item.states.tensor)
         clock = now if running.param.is_cpu else self._buffers.device.stamp
         with self._buffers.device.recorder.span("update", job.layout.name, item.states.tensor.nbytes, clock):
             self._run(item, runs, whole, grad)
@@ -194,28 +206,40 @@ class UpdateStages:
         # An update that waits for a drive keeps its priority, since the drive then waits for the update.
         in_memory = all(window.lease is None for window in item.windows)
         background = self._buffers.beside_compute and in_memory
+        values = running.param, whole
+        before = self._before(item, whole)
+        end = tile.start
         # Parameters of other param_groups, and those without a gradient, lie between the runs [Note: counts of
         # updates].
         for run in runs:
             low, high = max(run.start, tile.start), min(run.stop, tile.stop)
             if low >= high:
                 continue
-            start, stop = low - tile.start, high - tile.start
-            states = whole
-            if (low, high) != (tile.start, tile.stop):
-                ranges = item.layout.ranges
-                states = {name: state[ranges[name].kind.part(start, stop)] for name, state in whole.items()}
+            if before is not None:
+                _copy(item.layout, values, before, end, low)
+            param, states = _cut(item.layout, values, low, high)
             self._kernel(
                 states,
-                _part(running.param, low, high),
-                _part(grad, start, stop),
+                param,
+                _part(grad, low - tile.start, high - tile.start),
                 job.hypers[run.group],
                 run.step,
                 job.grad_scale,
                 job.first + low,
                 background=background,
+                before=None if before is None else _cut(item.layout, before, low, high),
             )
             self.elements += high - low
+            end = high
+        if before is not None:
+            _copy(item.layout, values, before, end, tile.stop)
+
+    def _before(self, item: TileInFlight, whole: dict[str, torch.Tensor]) -> _Values | None:
+        """Return the values that a draft of a tile starts from; None if they are where the update works."""
+        param, states = item.running.before, item.states.before
+        if param is None and states is None:
+            return None
+        return item.running.param if param is None else param, whole if states is None else self._states(item, states)
 
     def _is_refused(self, job: UpdateJob) -> bool:
         """Return whether nothing may be updated, since the loss or the gradient is NaN or infinite, or since a draft
@@ -230,9 +254,9 @@ class UpdateStages:
         self.refused.append(job.layout.name)
         return True
 
-    def _states(self, item: TileInFlight) -> dict[str, torch.Tensor]:
-        """Return views of the tile's states, by name."""
-        layout, tensor = item.layout, item.states.tensor
+    def _states(self, item: TileInFlight, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return views of the tile's states in `tensor`, by name."""
+        layout = item.layout
         # Memory tiers do not move, and buffers of the pool come back at the same addresses.
         key = tensor.data_ptr(), layout.tile.stop - layout.tile.start, item.running.job.layout.dtype
         states = self._views.get(key)
@@ -294,6 +318,26 @@ class UpdateStages:
             progress.fail(running.failed)
         else:
             progress.done.keep()
+
+
+def _cut(layout: TileLayout, values: _Values, low: int, high: int) -> _Values:
+    """Return the values of the shard's elements [low, high), which are in the tile."""
+    param, states = values
+    tile = layout.tile
+    if (low, high) != (tile.start, tile.stop):
+        start, stop = low - tile.start, high - tile.start
+        states = {name: state[layout.ranges[name].kind.part(start, stop)] for name, state in states.items()}
+    return _part(param, low, high), states
+
+
+def _copy(layout: TileLayout, target: _Values, source: _Values, low: int, high: int) -> None:
+    """Copy the values of elements that an update leaves out."""
+    if low < high:
+        param, states = _cut(layout, target, low, high)
+        before, states_before = _cut(layout, source, low, high)
+        param.copy_(before)
+        for name, state in states.items():
+            state.copy_(states_before[name])
 
 
 def _part(elements: torch.Tensor, start: int, stop: int) -> torch.Tensor:

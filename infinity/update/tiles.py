@@ -91,6 +91,8 @@ class RunningJob:
     """The shard's bytes, uint8."""
     param: torch.Tensor
     """The same as elements."""
+    before: torch.Tensor | None
+    """The elements that a draft starts from; None: those of `param`."""
     arrived: Transfer
     staging: Lease | None
     tiles: deque[TileLayout]
@@ -140,6 +142,7 @@ class RunningJob:
     def forget(self) -> None:
         """Drop every view of the unit's buffer, whose lease may end as soon as the job is done."""
         self.memory = self.param = _NOTHING
+        self.before = None
         self.arrived = DONE
         self.placed = None
 

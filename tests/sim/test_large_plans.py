@@ -105,6 +105,7 @@ def plan_on_nvme(shape: Shape, nodes: int, *, precision: str = "fp16", tile: int
             "train_batch_size": ranks * shape.batch,
             "train_micro_batch_size_per_gpu": shape.batch,
             "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+            "infinity": {"speculate": False},
         }
     )
     groups, dtype = param_groups(model, None), compute_dtype(config)
