@@ -69,7 +69,7 @@ def _gains(placement: Placement, unit: int, device: DeviceInfo) -> bool:
 
 
 def _room(budget: Budget, device: DeviceInfo, taken: Mapping[TierKind, int]) -> dict[TierKind, float]:
-    """Return tier → bytes for second slots. Host memory is used only where `infinity.memory.host` gives a limit. Half of
+    """Return tier → bytes for second slots. Host memory is used only if `infinity.memory.host` gives a limit. Half of
     the free space on nvme is left to others.
     """
     host = 0 if budget.host is None else budget.host - taken[TierKind.HOST]

@@ -366,16 +366,17 @@ class UnitStore:
     def _take_edit(self, unit: Unit, *, later: bool, is_draft: bool) -> tuple[Callable[[], None] | None, Transfer]:
         """Bring an edit of the buffer to the states that the next update starts from.
 
-        is_draft: the edit must be in the tiers, since the draft may be taken back. later: nothing else uses the buffer before. For an update that works in it, returns the function that does so in
-        its own thread, in place of the model's, and a transfer after which that does not wait for the device
-        [Note: who waits for a fingerprint].
+        is_draft: the edit must be in the tiers, since the draft may be taken back. later: nothing else uses the buffer
+        before. For an update that works in it, returns the function that does so in its own thread, in place of the
+        model's, and a transfer after which that does not wait for the device [Note: who waits for a fingerprint].
         """
         # Data assigned to `.data` is an edit too, which the comparison below would not see outside of the buffer.
         binding.adopt_assigned(unit, self.recorder)
         if self._finds_edits:
             self._was_edited(unit)
-        in_tier = unit.index in self._in_tier or is_draft
-        if unit.layout.dtype == torch.float32 and not in_tier:
+        in_tier = unit.index in self._in_tier
+        is_written = in_tier or is_draft
+        if unit.layout.dtype == torch.float32 and not is_written:
             return None, DONE  # the update starts from the buffer, and there is no other copy of the values
         layout, shard = unit.layout, unit.shard_bytes(self._ranks.shard_rank)
         edited = self._edits.start(unit)
@@ -387,7 +388,7 @@ class UnitStore:
                 if not later:  # the job has waited for its gate; the present snapshot may be a commit that waits for it
                     self._await_snapshot(unit)
                 self._states.sync_masters_from_edit(layout, shard)
-                if in_tier:
+                if is_written:
                     self._states.write_back(layout, shard).wait()
 
         if later:

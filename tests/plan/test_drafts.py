@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_second_slots_are_part_of_the_plan(tmp_path: Path) -> None:
     more = sum(aligned(extent.nbytes) for extent in seconds.values())
     assert plan.nbytes()["nvme"] == single.nbytes()["nvme"] + more
     spans = sorted((e.offset, e.offset + e.nbytes) for e in (*plan.placement.extents.values(), *seconds.values()))
-    assert all(stop <= start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
     assert plan.io is not None and spans[-1][1] <= plan.io.nbytes
     durable = planned(tmp_path, durable=True)
     assert durable.drafted and not durable.placement.seconds  # the slots of commits serve
@@ -79,7 +80,7 @@ def test_units_are_drafted_as_far_as_there_is_room(share: float, tmp_path_factor
     assert plan.peak_nbytes()[TierKind.NVME] <= limit
     assert len(plan.drafted) >= int(share * UNITS) - 2
     blocks = sorted(plan.drafted & set(range(1, UNITS - 1)))
-    gaps = [after - before for before, after in zip(blocks, blocks[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(blocks)]
     assert not gaps or max(gaps) <= min(gaps) + 2
 
 
