@@ -51,7 +51,7 @@ def budget_of(config: Config, ranks: Communicator, *, computes_on_host: bool) ->
     if "auto" in (memory.host, memory.nvme):
         sizes = ranks.smallest(sizes, config_in_common(config))
     host, nvme = (None if size == _UNLIMITED else size for size in sizes)
-    return Budget(host, memory.host_params, nvme, memory.device_optimizer)
+    return Budget(host, memory.host_params, nvme, memory.device_optimizer, memory.device_states)
 
 
 def host_share(free: int, *, computes_on_host: bool) -> int:

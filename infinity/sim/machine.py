@@ -219,7 +219,7 @@ class Machine:
         """Return a rank's part of `infinity.memory` of a `resolved` config."""
         memory = config.infinity.memory
         share = [nbytes and int(nbytes) // self.ranks_per_node for nbytes in (memory.host, memory.nvme)]
-        return Budget(share[0], memory.host_params, share[1], memory.device_optimizer)
+        return Budget(share[0], memory.host_params, share[1], memory.device_optimizer, memory.device_states)
 
 
 def _existing(path: Path) -> Path:
