@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from infinity.plan.policy import DeviceInfo
 from infinity.observe.ledger import Waits
 from infinity.observe.recorder import Recorder
+from infinity.plan.policy import DeviceInfo
 from infinity.sim.clock import Clock, Record, lane_of
 from infinity.sim.lanes import Stream
 from infinity.tiers.device import CpuDevice, Device
@@ -313,7 +313,8 @@ class SimulatedAccelerator(SimulatedDevice):
         return self.stream.reached()
 
     def fingerprint(self, memory: torch.Tensor) -> Fingerprint:
-        self.operate(0.0, memory.numel())
+        with self._clock.naming("fingerprint"):
+            self.operate(0.0, memory.numel())
         found: Any = _Fingerprint()
         return found  # type: ignore[no-any-return]
 

@@ -61,7 +61,9 @@ class Links:
     matmul.
     """
     dram: float | None = None
-    """Bytes of host memory per second that processors and copies to and from devices share. None: `memory`."""
+    """Bytes of host memory per second that processors and copies to and from devices share. None: copies slow no
+    processor.
+    """
     wakeup_latency: float = 50e-6
     """Seconds from an event until a host thread continues that slept for it: for a device, a drive or a thread."""
     launch_overhead: float = 6e-6
@@ -134,7 +136,7 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} is {_show(content[key])}: give bytes per second, more than 0{instead}"
     yield from _rates_problems("weights", content.get("weights", {}), "bytes per second")
     if not _is_rate(content.get("dram")):
-        yield f"dram is {_show(content['dram'])}: give bytes per second, more than 0, or null for that of memory"
+        yield f"dram is {_show(content['dram'])}: give bytes per second, more than 0, or null: copies slow no processor"
     for key in OVERHEADS:
         if not _is_number(content.get(key, 0), int, float) or not 0 <= content.get(key, 0) < 1:
             yield f"{key} is {_show(content[key])}: give seconds, 0 or more and below 1"

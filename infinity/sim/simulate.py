@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import repeat
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,7 +130,7 @@ def simulate(
     """
     _separate_tiles(model)
     facts, ranks = device or DeviceFacts(), ranks or Ranks()
-    dram = 1.0 if links.dram is None else links.dram / links.memory
+    dram = inf if links.dram is None else links.dram / links.memory
     clock = Clock(links.wakeup_latency, facts.processors, dram)
     if ranks.size > 1 and links.collective is None:
         raise ConfigError(
