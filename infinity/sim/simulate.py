@@ -44,7 +44,9 @@ class Simulation:
     compute_seconds: float
     """The part of `seconds` in which the model computed."""
     exposed: Mapping[str, float]
-    """Lane → seconds in which the model waited for it. With `compute_seconds` they add up to `seconds`."""
+    """Lane → seconds in which the model waited for it; compute: for its own thread, which issues operations. With
+    `compute_seconds` they add up to `seconds`.
+    """
     moved: Mapping[str, int]
     """Lane → bytes that it moved."""
     order: Mapping[str, Sequence[tuple[str, int]]]
