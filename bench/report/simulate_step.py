@@ -42,7 +42,7 @@ def waits(result: Result) -> Iterator[list[str]]:
     reasons = waited(result)
     for name, run in result["runs"].items():
         found = run["waits"]
-        cells = (f"{found[one]['count']}: {found[one]['stood_still']:.3f}" if one in found else "–" for one in reasons)
+        cells = (f"{found[one]['count']}: {abs(found[one]['stood_still']):.3f}" if one in found else "–" for one in reasons)
         yield [name, f"{run['adam']:.3f}", *cells]
 
 

@@ -396,7 +396,8 @@ def test_updates_in_forward_are_advised_where_they_shorten_the_step(
 ) -> None:
     """The drive takes somewhat longer than the model computes."""
     drive = dict.fromkeys(("nvme_read", "nvme_write", "nvme_mixed"), bandwidth)
-    rates.write_text(json.dumps(RATES | drive | {"memory": 1e12, "flops": {"bfloat16": 3.5e10}}))
+    free = {"wakeup_latency": 0, "unit_overhead": 0}  # a step of 43 ms has many units
+    rates.write_text(json.dumps(RATES | drive | free | {"memory": 1e12, "flops": {"bfloat16": 3.5e10}}))
     place = {"device": "nvme", "nvme_path": str(tmp_path)}
     file = tmp_path / "engine.json"
 
