@@ -42,8 +42,12 @@ def waits(result: Result) -> Iterator[list[str]]:
     reasons = waited(result)
     for name, run in result["runs"].items():
         found = run["waits"]
-        cells = (f"{found[one]['count']}: {abs(found[one]['stood_still']):.3f}" if one in found else "–" for one in reasons)
+        cells = (_waited(found.get(one)) for one in reasons)
         yield [name, f"{run['adam']:.3f}", *cells]
+
+
+def _waited(wait: dict[str, float] | None) -> str:
+    return "–" if wait is None else f"{wait['count']}: {abs(wait['stood_still']):.3f}"
 
 
 def waited(result: Result) -> list[str]:
