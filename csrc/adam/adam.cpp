@@ -46,11 +46,12 @@ template <class Sum>
 double sum_tiles(std::size_t n, int threads, double scale, double initial, const Sum& sum) {
     std::vector<double> tiles((n + kSumTile - 1) / kSumTile);
     static_assert(kTile % kSumTile == 0);
-    for_tiles(n, kTile, threads_for(n, threads), [&](std::size_t begin, std::size_t end) {
+    const auto sum_tile = [&](std::size_t begin, std::size_t end) {
         for (std::size_t at = begin; at < end; at += kSumTile) {
             tiles[at / kSumTile] = sum(at, std::min(kSumTile, end - at));
         }
-    });
+    };
+    for_tiles(n, kTile, threads_for(n, threads), sum_tile, Priority::kUrgent);
     const FloatEnvironment environment;
     return add_in_order(tiles, scale, initial);
 }

@@ -38,14 +38,20 @@ struct Job {
     std::size_t count;
     void (*body)(void*, std::size_t);
     void* context;
-    int places;  // workers that may still join; guarded by the pool's mutex
+    bool urgent;
+    int places;  // threads that may still join; guarded by the pool's mutex
     std::vector<Share> shares;
     std::atomic<std::size_t> finished{0};  // pieces done
     std::mutex mutex;
     std::condition_variable all_finished;
 
-    Job(std::size_t count, void (*body)(void*, std::size_t), void* context, int places)
-        : count(count), body(body), context(context), places(places), shares(static_cast<std::size_t>(places) + 1) {
+    Job(std::size_t count, void (*body)(void*, std::size_t), void* context, bool urgent, int places)
+        : count(count),
+          body(body),
+          context(context),
+          urgent(urgent),
+          places(places),
+          shares(static_cast<std::size_t>(places) + 1) {
         const std::size_t each = count / shares.size(), longer = count % shares.size();
         std::size_t begin = 0;
         for (std::size_t k = 0; k < shares.size(); ++k) {
@@ -54,13 +60,17 @@ struct Job {
         }
     }
 
-    // Claims and runs pieces until none is left, starting with share number `first`. `context` is valid while a claimed
-    // piece is unfinished.
-    void work(std::size_t first) {
+    // Claims and runs pieces until none is left, starting with share number `first`. Calls `before` before each claim.
+    // `context` is valid while a claimed piece is unfinished.
+    template <class Before>
+    void work(std::size_t first, const Before& before) {
         std::size_t done = 0;
         for (std::size_t turn = 0; turn < shares.size(); ++turn) {
             Share& share = shares[(first + turn) % shares.size()];
-            for (std::size_t k; (k = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end; ++done) {
+            for (;; ++done) {
+                before();
+                const std::size_t k = share.next.fetch_add(1, std::memory_order_relaxed);
+                if (k >= share.end) break;
                 body(context, k);
             }
         }
@@ -96,19 +106,46 @@ class Pool {
             std::lock_guard lock(mutex_);
             grow(helpers);
             waits = waits && workers_ > 0;
-            jobs_.push_back(job);
+            const auto at = job->urgent ? jobs_.begin() + urgent_.load(std::memory_order_relaxed) : jobs_.end();
+            jobs_.insert(at, job);
+            if (job->urgent) urgent_.fetch_add(1, std::memory_order_relaxed);
         }
         for (int k = 0; k < helpers; ++k) wake_.notify_one();
-        if (!waits || !job->wait_for(kPatience * static_cast<long>(job->count))) job->work(0);
+        if (!waits || !job->wait_for(kPatience * static_cast<long>(job->count))) work(*job, 0);
         {
             std::lock_guard lock(mutex_);  // a worker may have removed it already
             const auto at = std::find(jobs_.begin(), jobs_.end(), job);
-            if (at != jobs_.end()) jobs_.erase(at);
+            if (at != jobs_.end()) remove(at);
         }
         job->wait();
     }
 
   private:
+    using Jobs = std::deque<std::shared_ptr<Job>>;
+
+    // Runs pieces of `job`. A thread of one that is not urgent joins urgent jobs between two pieces.
+    void work(Job& job, std::size_t first) {
+        job.work(first, [&] {
+            if (job.urgent || urgent_.load(std::memory_order_relaxed) == 0) return;
+            std::unique_lock lock(mutex_);
+            while (!jobs_.empty() && jobs_.front()->urgent) join(lock, first);
+        });
+    }
+
+    // Takes a place of the first job and works on it, without the lock.
+    void join(std::unique_lock<std::mutex>& lock, std::size_t first) {
+        const std::shared_ptr<Job> job = jobs_.front();
+        if (--job->places == 0) remove(jobs_.begin());
+        lock.unlock();
+        work(*job, first);
+        lock.lock();
+    }
+
+    void remove(Jobs::iterator at) {
+        if ((*at)->urgent) urgent_.fetch_sub(1, std::memory_order_relaxed);
+        jobs_.erase(at);
+    }
+
     // Starts workers up to `wanted`, or fewer if the system refuses a thread, which only reduces speed.
     void grow(int wanted) {
         sigset_t all, before;  // blocks signals, which are for the program's own threads
@@ -133,27 +170,24 @@ class Pool {
         std::unique_lock lock(mutex_);
         for (;;) {
             wake_.wait(lock, [this] { return !jobs_.empty(); });
-            const std::shared_ptr<Job> job = jobs_.front();
-            if (--job->places == 0) jobs_.pop_front();
-            lock.unlock();
-            job->work(static_cast<std::size_t>(number));
-            lock.lock();
+            join(lock, static_cast<std::size_t>(number));
         }
     }
 
     const Priority priority_;
     std::mutex mutex_;
     std::condition_variable wake_;
-    std::deque<std::shared_ptr<Job>> jobs_;  // jobs that a worker may still join
+    Jobs jobs_;                   // that a thread may still join, urgent ones first
+    std::atomic<int> urgent_{0};  // of `jobs_`; written under the lock
     int workers_ = 0;
 };
 
-// By priority. Never destroyed: their threads sleep until the process ends. A forked child leaks them, since their
-// threads do not exist there and their mutexes may be locked for ever.
+// For background jobs [1] and all others [0]. Never destroyed: their threads sleep until the process ends. A forked
+// child leaks them, since their threads do not exist there and their mutexes may be locked for ever.
 std::atomic<Pool*> pools[2]{};
 
 Pool& get_pool(Priority priority) {
-    std::atomic<Pool*>& pool = pools[static_cast<std::size_t>(priority)];
+    std::atomic<Pool*>& pool = pools[priority == Priority::kBackground];
     Pool* current = pool.load(std::memory_order_acquire);
     if (current != nullptr) return *current;
     Pool* const fresh = new Pool(priority);
@@ -171,7 +205,7 @@ void parallel_for(std::size_t count, int threads, Priority priority, void (*body
         for (std::size_t k = 0; k < count; ++k) body(context, k);
         return;
     }
-    get_pool(priority).run(std::make_shared<Job>(count, body, context, helpers));
+    get_pool(priority).run(std::make_shared<Job>(count, body, context, priority == Priority::kUrgent, helpers));
 }
 
 int default_threads() {

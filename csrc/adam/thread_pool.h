@@ -5,6 +5,9 @@
 // unless the scheduler moves it. The caller never waits for a worker that has not started, so that a busy machine (the
 // update runs concurrently with torch's threads) adds no latency. Jobs of several calling threads share the workers.
 //
+// Urgent jobs are short passes that another thread waits for. Threads in a normal job join an urgent one before their
+// next piece, so that it does not wait until an update of many pieces has ended. The work of both stays the same.
+//
 // Background jobs have workers of their own, with a lower priority (nice 10 above the process). They use the time that
 // other threads leave idle, such as those of torch's operations, which end with their slowest thread. The caller sleeps
 // meanwhile. It takes part after a while, if other programs leave too little time.
@@ -16,7 +19,7 @@
 
 namespace infinity::adam {
 
-enum class Priority { kNormal, kBackground };
+enum class Priority { kUrgent, kNormal, kBackground };
 
 // Calls body(context, k) once for each k in [0, count), on at most `threads` threads, and returns when all are done.
 // `body` must not throw and must not depend on which thread runs it.

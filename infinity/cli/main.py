@@ -208,6 +208,20 @@ def run_script(
             help="Print the command of the hostfile's only host instead of running it.",
         ),
     ] = False,
+    bind_cores_to_rank: Annotated[
+        bool,
+        typer.Option(
+            "--bind_cores_to_rank", help="Bind each rank to its part of the cores, near its GPU if that is known."
+        ),
+    ] = False,
+    bind_core_list: Annotated[
+        str,
+        typer.Option(
+            "--bind_core_list",
+            metavar="LIST",
+            help="Processors for --bind_cores_to_rank, such as 0,2-5; by default all.",
+        ),
+    ] = "",
 ) -> None:
     """Run an unchanged DeepSpeed script on Infinity, one rank per GPU (DeepSpeed: deepspeed).
 

@@ -28,6 +28,7 @@ from infinity.cli.console import (
 )
 from infinity.config import Config
 from infinity.observe.timeline import LANES
+from infinity.sim.advice import name_of_wait
 from infinity.sim.gpt2 import GPT2Config, PlannedModel, gpt2, of_transformers
 from infinity.sim.machine import Links, Machine
 from infinity.sim.measured import MeasuredTimes
@@ -227,8 +228,8 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
         how = ", measured here" if found.is_measured else ""
         yield f"step: {seen.seconds:.3g} s, of which the model computes {seen.compute_seconds:.3g} s{how}"
         for lane in LANES:
-            if lane != "compute" and (seconds := seen.exposed.get(lane, 0.0)) >= 0.0005 * seen.seconds:
-                yield f"  waits for {lane}: {seconds:.3g} s"
+            if (seconds := seen.exposed.get(lane, 0.0)) >= 0.0005 * seen.seconds:
+                yield f"  waits for {name_of_wait(lane)}: {seconds:.3g} s"
         yield from _moved(found, seen)
     else:
         yield (

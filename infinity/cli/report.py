@@ -13,6 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,28 @@ def _machine() -> dict[str, Any]:
         "processor": processor(),
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} for this process",
         "memory": f"{memory.total / 1e9:.1f} GB, {memory.available / 1e9:.1f} GB available",
+        "NUMA nodes": list(_nodes()),
         "pinnable": _memlock(),
     }
+
+
+def _nodes(root: Path = Path("/")) -> Iterator[str]:
+    """Yield the processors and the memory of each NUMA node, and the GPUs that are attached to it."""
+    from infinity.tiers.available import gpu_nodes, numa_nodes
+
+    gpus = gpu_nodes(os.environ, root)
+    for node in numa_nodes(root):
+        beside = [str(index) for index, where in enumerate(gpus) if where == node.number]
+        attached = f" and GPU {' '.join(beside)}" if beside else ""
+        listed = ["with processors", *_ranges(node.processors)] if node.processors else ["no processors"]
+        yield f"{node.number} {' '.join(listed)}, {node.nbytes / 1e9:.1f} GB{attached}"
+
+
+def _ranges(numbers: Sequence[int]) -> Iterator[str]:
+    """Yield ascending numbers as ranges, such as "0-3"."""
+    for _, members in groupby(enumerate(numbers), key=lambda each: each[1] - each[0]):
+        run = [number for _, number in members]
+        yield str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}"
 
 
 def processor() -> str:

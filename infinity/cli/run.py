@@ -12,7 +12,7 @@ from typing import NoReturn
 import typer
 
 from infinity.cli.console import FAILED, USAGE, check_one_of, fail, note, one_line_errors
-from infinity.deepspeed.launcher.flags import Kind, Program
+from infinity.deepspeed.launcher.flags import BIND, Kind, Program
 from infinity.deepspeed.launcher.runner import (
     DEEPSPEED_ENVIRONMENT_NAME,
     DEEPSPEED_ENVIRONMENT_PATHS,
@@ -55,6 +55,8 @@ class Flags:
     no_ssh: bool
     no_ssh_check: bool
     force_multi: bool
+    bind_cores_to_rank: bool
+    bind_core_list: str
 
 
 def run(flags: Flags) -> None:
@@ -98,8 +100,11 @@ def _request(flags: Flags) -> Request:
     if flags.module and flags.no_python:
         raise ConfigError("--module and --no_python cannot be combined: remove one of them")
     kind = Kind.MODULE if flags.module else Kind.EXECUTABLE if flags.no_python else Kind.SCRIPT
+    if flags.bind_core_list and not flags.bind_cores_to_rank:
+        raise ConfigError(f"--bind_core_list has no effect without {BIND}: add it")
+    bind = (f"{BIND}={flags.bind_core_list}" if flags.bind_core_list else BIND,) if flags.bind_cores_to_rank else ()
     request = Request(
-        Program(flags.script, tuple(flags.arguments or ()), kind, local_rank=not flags.no_local_rank),
+        Program(flags.script, tuple(flags.arguments or ()), kind, not flags.no_local_rank, bind),
         hosts=_read_hosts(flags.hostfile),
         include=flags.include,
         exclude=flags.exclude,

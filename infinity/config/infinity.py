@@ -33,14 +33,19 @@ class Memory(Section):
     more. `prefetch_bytes: auto` leaves to activations half of the memory that states and gradients do not take.
 
     On an accelerator, states that `offload_*` places elsewhere stay on the device while they and the buffers take at
-    most half of the limit. Units get room in the order of the model, each with all its states; frozen units come last.
+    most `device_states`. Units get room in the order of the model, each with all its states; frozen units come last.
     Without Infinity's kernels for the device, no such state stays, since torch's update gives other bits."""
+
+    device_states: Size | None = None
+    """Bytes of an accelerator that states and buffers fill, with or without a limit; what is left is for activations.
+    By default half of `device`; without `device`, states stay where `offload_*` places them. The log gives the value
+    that fills what the first steps have left. No effect with `device_optimizer`, and on the CPU."""
 
     device_optimizer: Share | None = None
     """Share of the optimizer states, by elements, that stays on an accelerator although `offload_optimizer` places them
     elsewhere: those of the first units, with their gradients. 0: no state stays there. By default, as many as `device`
-    allows; without `device`, none. A share that does not fit is refused. No effect on the CPU, whose memory is the
-    host's. Without Infinity's kernels for the device, an update there rounds as torch's operations do."""
+    and `device_states` allow; without them, none. A share that does not fit is refused. No effect on the CPU, whose
+    memory is the host's. Without Infinity's kernels for the device, an update there rounds as torch's operations do."""
 
     host: SizeOrAuto | None = None
     """Limit on the bytes of a node's host memory for states and buffers; a plan that needs more is refused. States that

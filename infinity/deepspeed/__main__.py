@@ -3,6 +3,7 @@
     python -m infinity.deepspeed train.py ARGS...
     python -m infinity.deepspeed -m package.train ARGS...
     python -m infinity.deepspeed --no_python PROGRAM ARGS...
+    python -m infinity.deepspeed --bind_cores_to_rank[=0,2-5] train.py ARGS...    # before the other options
 
 Replaces this process: `python ARGS...` runs with the same process id, the same options of the interpreter, and a
 PYTHONPATH that its children inherit. `infinity run` starts each rank in this way.
@@ -16,8 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from infinity.deepspeed.launcher.flags import BIND
 from infinity.deepspeed.substitute import find_shadow, substituted_environment
 from infinity.errors import InfinityError
+from infinity.tiers.available import bind_rank
 
 _MODULE = "infinity.deepspeed"
 _USAGE, _NOT_EXECUTABLE = 2, 126
@@ -32,16 +35,25 @@ def main(arguments: Sequence[str]) -> NoReturn:
         sys.exit(0 if arguments else _USAGE)
     if sys.flags.ignore_environment:
         _fail("the options -E and -I make Python ignore PYTHONPATH, by which deepspeed is replaced: drop them")
+    environ, options = dict(os.environ), sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]
+    if arguments[0].partition("=")[0] == BIND:
+        try:
+            processors = bind_rank(arguments[0].partition("=")[2], environ)
+        except InfinityError as error:
+            _fail(str(error))
+        environ["OMP_NUM_THREADS"] = str(len(processors))  # torchrun sets 1
+        arguments = arguments[1:]
+        if not arguments:
+            _fail(f"{BIND} needs a script: pass its name after it")
     if arguments[0] == "--no_python":
         command = list(arguments[1:])
         if not command:
             _fail("--no_python needs a program: pass its name after it")
     else:
         _check_shadow(arguments[0])
-        before = sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]
-        command = [sys.executable, *interpreter_options(before), *arguments]
+        command = [sys.executable, *interpreter_options(options), *arguments]
     try:
-        environment = with_rank_variables(substituted_environment(os.environ))
+        environment = with_rank_variables(substituted_environment(environ))
     except InfinityError as error:
         _fail(str(error))
     try:

@@ -63,7 +63,8 @@ class BaseEngine(ABC):
         """The configuration, with all defaults."""
         self.parts = parts
         """Units, tiers, pools and threads. Internal."""
-        self.ledger = Ledger(parts.counters, parts.tier_bytes, parts.device.peak_bytes, parts.device.recorder.waits)
+        waits = parts.device.recorder.waits
+        self.ledger = Ledger(parts.counters, parts.tier_bytes, parts.device.peak_bytes, waits, parts.spare)
         """Measured bytes and seconds: what each tier holds, and what was moved since the engine was constructed."""
         self._broken = ""
         self._closed = False

@@ -54,7 +54,7 @@ def budget_of(config: Config, ranks: Communicator, *, computes_on_host: bool, tr
     if drafts or "auto" in (memory.host, memory.nvme):
         sizes = ranks.smallest(sizes, config_in_common(config))
     host, nvme, free = (None if size == _UNLIMITED else size for size in sizes)
-    return Budget(host, memory.host_params, nvme, memory.device_optimizer, free)
+    return Budget(host, memory.host_params, nvme, memory.device_optimizer, memory.device_states, free)
 
 
 def host_share(free: int, *, computes_on_host: bool) -> int:

@@ -21,6 +21,7 @@ from infinity.grads.collector import GradCollector
 from infinity.grads.store import GradStore
 from infinity.model.backward import BackwardTracker, ComingGradients
 from infinity.plan.plan import Plan
+from infinity.plan.shortage import spare
 from infinity.schedule.schedule import Schedule
 from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
@@ -129,6 +130,10 @@ class EngineParts:
         if passing is not None:
             held[passing.kind] += passing.nbytes
         return held
+
+    def spare(self) -> str:
+        """Return a sentence on device memory that no step has taken so far; empty if no state could be kept there."""
+        return spare(self.plan, self.device.unused_bytes(self.plan.device.limit))
 
     def counters(self) -> dict[str, Any]:
         """Return the bytes moved and the seconds of updates so far; see `infinity.observe.ledger.Snapshot`."""

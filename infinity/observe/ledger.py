@@ -135,11 +135,14 @@ class Ledger:
         tier_bytes: Callable[[], dict[TierKind, int]],
         device_peak: Callable[[], int],
         waits: Waits,
+        spare: Callable[[], str],
     ) -> None:
         self._counters = counters
         self._tier_bytes = tier_bytes
         self._device_peak = device_peak
         self._waits = waits
+        self.spare = spare
+        """Returns a sentence on device memory that no step so far has taken; empty: none that states could use."""
         self._waits_before = waits.so_far()
         """Waits of engines that had the device before."""
         self._began = now()

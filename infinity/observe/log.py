@@ -23,16 +23,24 @@ def show_by_default() -> None:
         logger.setLevel(logging.INFO)
 
 
+_FULL = 3
+"""Steps after which memory has been used as in all later ones: the first ones store gradients that others do not."""
+
+
 class StepLog:
-    """A line every `every` steps; none where `every` is 0."""
+    """A line every `every` steps; none where `every` is 0. Once, a line on memory that the steps have left."""
 
     def __init__(self, ledger: Ledger, every: int) -> None:
         self._ledger = ledger
         self._every = every
         self._said = ledger.snapshot()
+        self._steps = 0
 
     def step(self, number: int, loss: torch.Tensor, lr: float, norm: float | None) -> None:
         """Step `number` is done; `loss` is that of its last micro-batch on this rank."""
+        self._steps += 1
+        if self._every and self._steps == _FULL and (line := self._ledger.spare()):
+            logger.info("%s", line)
         if not self._every or number % self._every:
             return
         now = self._ledger.snapshot()

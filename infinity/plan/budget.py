@@ -18,8 +18,8 @@ from infinity.plan.policy import DeviceInfo
 from infinity.tier_kind import TierKind
 
 _SHARE = 2
-"""Divisor of the device's memory. States and buffers fill this part; the rest is for activations, which a plan does not
-count."""
+"""Divisor of the limit on the device's memory. By default, states and buffers fill this part; the rest is for
+activations, which a plan does not count."""
 
 _CLASSES = 3
 """Number of sizes whose units may be kept before smaller ones, such as those of an embedding and a head."""
@@ -44,7 +44,9 @@ class Budget:
     """Limit on the bytes of states."""
     device_optimizer: float | None = None
     """Share of the optimizer states, by elements, that stays on the device. None: all states of as many units as
-    `DeviceInfo.limit` allows; without a limit, none."""
+    `device_states` allows."""
+    device_states: int | None = None
+    """Bytes of the device that states and buffers fill. None: half of `DeviceInfo.limit`; without a limit, none."""
     free_nvme: int | None = None
     """Free bytes on nvme, for what an engine can do without. None: unknown, and taken as enough."""
 
@@ -82,7 +84,8 @@ def on_device(
         elements = int(budget.device_optimizer * sum(unit.shard_numel for unit in trained))
         updated = _within(elements, trained, lambda unit: unit.shard_numel)
         return {(unit.index, state): TierKind.DEVICE for unit in updated for state in (State.OPTIM, State.GRAD)}
-    if not device.limit or not device.updates:
+    room = device.limit and device.usable // _SHARE if budget.device_states is None else budget.device_states
+    if not room or not device.updates:
         return {}
     placement = place(layouts, policy)
 
@@ -94,7 +97,7 @@ def on_device(
 
     first = trained if not policy.optim_tier.on_device else []
     rest = spread([layout for layout in layouts if layout not in first])
-    fitting = _within(device.usable // _SHARE - needed({}), [*first, *rest], nbytes)
+    fitting = _within(room - needed({}), [*first, *rest], nbytes)
     return {(unit.index, state): TierKind.DEVICE for unit in fitting for state in moved(unit)}
 
 

@@ -1,11 +1,12 @@
-"""Memory that a plan exceeds, and the change that helps most. Pure."""
+"""Memory that a plan exceeds or leaves, and the change that helps most. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from infinity.plan.placement import State
+from infinity.plan.placement import State, aligned
 from infinity.plan.plan import Plan
 from infinity.plan.pools import ACTIVATIONS, COLLECTIVES, GRADIENT_TILES, READ_AHEAD, STAGING, TILES, UNITS
 from infinity.sizes import show_bytes
@@ -20,6 +21,9 @@ _KEYS = {
 """Pool → the key that sizes it, if not `infinity.unit_size`."""
 _FIXED = frozenset({STAGING, COLLECTIVES})
 """Pools whose size no key lowers."""
+
+_FRAGMENTS = 16
+"""Divisor of the bytes that steps leave: this part stays free, since an allocator's free memory is in fragments."""
 
 
 class Exceeded(NamedTuple):
@@ -64,6 +68,26 @@ def shortage(plan: Plan, available: Mapping[TierKind, int]) -> tuple[str, int, i
     return None
 
 
+def spare(plan: Plan, unused: int) -> str:
+    """Return a sentence on device memory that training leaves, with the key that fills it; empty: no state fits.
+
+    unused: bytes of the device's memory that no step has taken.
+    """
+    placement, elsewhere = plan.placement, Counter[int]()
+    for (unit, state), extent in placement.extents.items():
+        if not extent.tier.on_device:
+            elsewhere[unit] += aligned(placement.of(unit, state).nbytes)
+    fits = min(elsewhere.values(), default=unused + 1) <= unused - unused // _FRAGMENTS
+    if plan.device.host_addressable or not plan.device.updates or plan.budget.device_optimizer is not None or not fits:
+        return ""
+    held = plan.peak_nbytes()[TierKind.DEVICE]
+    return (
+        f"device memory: {show_bytes(held)} are planned for states and buffers, and the steps so far have left "
+        f"{show_bytes(unused)} unused. To keep more states there, set infinity.memory.device_states to "
+        f"{held + unused - unused // _FRAGMENTS}"
+    )
+
+
 def _smaller_budget(plan: Plan, tier: TierKind) -> str:
     """Return the fix that lowers the bytes that a budget holds in `tier`; empty if it holds none."""
     extents = plan.placement.extents.items()
@@ -71,6 +95,8 @@ def _smaller_budget(plan: Plan, tier: TierKind) -> str:
         return ""
     if tier.on_device and plan.budget.device_optimizer:
         return "lower infinity.memory.device_optimizer (in DeepSpeed's keys: raise offload_optimizer.ratio)"
+    if tier.on_device and plan.budget.device_states is not None:
+        return "lower infinity.memory.device_states"
     if not tier.in_host_memory:
         return ""
     if plan.budget.host is not None:

@@ -54,7 +54,12 @@ def faster(config: Config, simulation: Simulation, needs: Needs, *, checkpointed
             change = "raise the micro-batch: a step computes longer and moves as many bytes of states"
         if change not in given:
             given.add(change)
-            yield f"the model waits {seconds:.3g} s of {simulation.seconds:.3g} s for {lane}: {change}"
+            yield f"the model waits {seconds:.3g} s of {simulation.seconds:.3g} s for {name_of_wait(lane)}: {change}"
+
+
+def name_of_wait(lane: str) -> str:
+    """Return the name of an exposed lane. The model's thread itself delays compute by Python, launches and wake-ups."""
+    return "the host" if lane == "compute" else lane
 
 
 def whole_step(again: Again, config: Config, loop: Simulation) -> Iterator[str]:

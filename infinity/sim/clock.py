@@ -69,7 +69,11 @@ class Aborted(BaseException):
 class Clock:
     """Threads in virtual time. The thread that makes it is the model's."""
 
-    def __init__(self) -> None:
+    def __init__(self, wakeup: float = 0.0, processors: int = 1, dram: float = inf) -> None:
+        """wakeup: seconds from an event until a thread that slept for it continues. processors, dram: see
+        `Processors`.
+        """
+        self.wakeup = wakeup
         self.threads = [HostThread("model", 0, 0.0)]
         self.current = self.threads[0]
         self.records: list[Record] = []
@@ -78,7 +82,7 @@ class Clock:
         self.sources: list[Source] = []
         self._horizon = 0.0
         """No other thread is ready, and no request completes, before this time."""
-        self.processors = Processors(self)
+        self.processors = Processors(self, processors, dram)
         self._failure = ""
 
     # -- time --------------------------------------------------------------------------------------------------------
@@ -98,11 +102,19 @@ class Clock:
         if me.time >= self._horizon:
             self._yield(me)
 
-    def work(self, lane: str, seconds: float, name: str = "", nbytes: int = 0) -> Record:
-        """Let the running thread work on the host's processors. Returns the record, which has ended."""
+    def work(self, lane: str, seconds: float, name: str = "", nbytes: int = 0, pool: str = "") -> Record:
+        """Let the running thread work on the host's processors. pool: that of the job, `FOREGROUND` or `BACKGROUND`.
+        Returns the record, which has ended.
+        """
         me = self.current
         self.turn()
-        return self._work(me, lane, seconds, name or me.label, nbytes)
+        return self._work(me, lane, seconds, name or me.label, nbytes, pool)
+
+    def spend(self, seconds: float) -> None:
+        """Let the running thread work alone on a processor of its own: Python, and launches of kernels."""
+        if self.current.debt:
+            self._pay(self.current)
+        self.current.time += seconds
 
     def sleep(self, lane: str, seconds: float, name: str = "", nbytes: int = 0) -> Record:
         """Let the running thread wait for work of a lane that needs no processor. Returns its record."""
@@ -119,7 +131,7 @@ class Clock:
         if me.debt:
             self._pay(me)
         if time > me.time:
-            me.time, me.last = time, cause
+            me.time, me.last = time + self.wakeup, cause
         self._yield(me)
 
     def block(self) -> None:
@@ -133,7 +145,7 @@ class Clock:
         if time is None:
             time, cause = self.now, self.current.last
         if time > thread.time:
-            thread.time, thread.last = time, cause
+            thread.time, thread.last = time + self.wakeup, cause
         thread.is_ready = True
         self.expect(thread.time)
 
@@ -147,10 +159,10 @@ class Clock:
         self._yield(me)
         self._work(me, lane_of(me.name), seconds, "", 0)
 
-    def _work(self, me: HostThread, lane: str, seconds: float, name: str, nbytes: int) -> Record:
+    def _work(self, me: HostThread, lane: str, seconds: float, name: str, nbytes: int, pool: str = "") -> Record:
         record = Record(lane, name, nbytes, me.name, me.time, me.time, me.last, seconds)
         self.records.append(record)
-        self.processors.add(me, record)
+        self.processors.add(me, record, pool)
         self.block()
         return record
 
@@ -259,50 +271,127 @@ def lane_of(thread: str) -> str:
     return LANE_OF_THREAD.get(thread, "reduce")
 
 
-class Processors:
-    """The host's processors and the bandwidth of its memory: threads that work at once share them in equal parts."""
+FOREGROUND, BACKGROUND = "foreground", "background"
+"""Pools of threads of the native kernels, by the priority of their jobs (csrc/adam/thread_pool.cpp)."""
 
-    def __init__(self, clock: Clock) -> None:
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """Work of a thread. Rates and seconds are those of all processors alone, which are 1."""
+
+    thread: HostThread
+    record: Record
+    pool: str
+    left: float
+    workers: int = 0
+    """Threads of the pool that have joined it. They stay until it ends."""
+    most: float = 1.0
+    """The rate of its threads, if they were alone."""
+    rate: float = 0.0
+
+
+class Processors:
+    """The host's processors and the bandwidth of its memory: threads that work at once share them in equal parts.
+
+    A job of the native kernels has at most the rate of its threads: the calling one, and the workers of its pool that
+    are idle, or become so before those of later jobs. Copies to and from devices take their part of the memory's
+    bandwidth first, or an equal part if that is less.
+    """
+
+    def __init__(self, clock: Clock, count: int, dram: float) -> None:
+        """count: of processors. dram: bandwidth of memory ÷ that of all processors; inf: copies take none of it."""
         self.due = inf
         self._clock = clock
         self._since = 0.0
-        self._working: list[tuple[HostThread, Record]] = []
-        self._left: list[float] = []
-        """Seconds of each thread in `_working` that are left, if it were alone."""
+        self._count, self._dram = count, dram
+        self._jobs: list[_Job] = []
+        """In the order of their arrival."""
+        self._idle = {FOREGROUND: count - 1, BACKGROUND: count}
+        self._copies: list[tuple[Record, float]] = []
+        """Copies that have not ended, and their rates."""
+        self._ending: _Job | None = None
+        """The job that ends at `due`; None: a copy begins or ends then."""
         clock.sources.append(self)
 
-    def add(self, thread: HostThread, record: Record) -> None:
+    def add(self, thread: HostThread, record: Record, pool: str = "") -> None:
         """Let `thread` work for `record.alone` seconds from its clock on. It must block."""
         self._advance(thread.time)
-        self._working.append((thread, record))
-        self._left.append(record.alone)
+        self._jobs.append(_Job(thread, record, pool, record.alone))
         self._plan()
+
+    def copy_seconds(self, seconds: float, rate: float, start: float) -> float:
+        """Return the seconds of a copy that begins at `start` and takes `seconds` at `rate`, beside present work."""
+        if self._dram == inf or not seconds:
+            return seconds
+        left = self._dram - self._copied(start)
+        return seconds * rate / min(rate, max(left / 2, left - 1.0) if self._jobs else left)
+
+    def add_copy(self, record: Record, work: float) -> None:
+        """Let a copy take its part of the memory's bandwidth. work: seconds in which all processors move its bytes."""
+        if self._dram < inf and record.end > record.start:
+            self._advance(self._clock.now)
+            self._copies.append((record, work / (record.end - record.start)))
+            self._plan()
 
     def complete(self) -> None:
-        time = self.due
+        time, ended = self.due, self._ending
         self._advance(time)
-        number = min(range(len(self._left)), key=self._left.__getitem__)
-        thread, record = self._working.pop(number)
-        del self._left[number]
-        record.end = time
+        if ended is not None:
+            self._jobs.remove(ended)
+            if ended.pool:
+                self._idle[ended.pool] += ended.workers
+            ended.record.end = ended.thread.time = time
+            ended.thread.last = ended.record
+            ended.thread.is_ready = True
         self._plan()
-        self._clock.wake(thread, time, record)
-        thread.last = record
+        self._clock.expect(time)
+
+    def _copied(self, time: float) -> float:
+        """Return the rate of all copies at a time."""
+        return sum(rate for record, rate in self._copies if record.start <= time < record.end)
 
     def _advance(self, time: float) -> None:
-        share = len(self._working)
         passed, self._since = time - self._since, time
-        if not share or passed <= 0:
+        if not self._jobs or passed <= 0:
             return
-        part = passed / share
-        self._left = [left - part for left in self._left]
-        if share > 1:
-            for _, record in self._working:
-                lost = record.lost = record.lost or {}
-                for _, other in self._working:
-                    if other is not record:
-                        lost[other.lane] = lost.get(other.lane, 0.0) + part
+        rates: dict[str, float] = {}
+        for record, rate in self._copies:
+            if record.start < time and record.end > time - passed:
+                rates[record.lane] = rates.get(record.lane, 0.0) + rate
+        for job in self._jobs:
+            job.left -= passed * job.rate
+            rates[job.record.lane] = rates.get(job.record.lane, 0.0) + job.rate
+        for job in self._jobs:
+            own, total = job.record.lane, sum(rates.values()) - job.rate
+            if total > 0.0 and job.rate < 1.0:
+                lost = job.record.lost = job.record.lost or {}
+                for lane, rate in rates.items():
+                    others = rate - job.rate if lane == own else rate
+                    if others > 0.0:
+                        lost[lane] = lost.get(lane, 0.0) + passed * (1.0 - job.rate) * others / total
 
     def _plan(self) -> None:
-        self.due = self._since + max(0.0, min(self._left)) * len(self._left) if self._left else inf
+        """Let idle workers join the oldest jobs, share the bandwidth, and find the next event."""
+        self._copies = [copy for copy in self._copies if copy[0].end > self._since]
+        for job in self._jobs:
+            if job.pool and self._count > 1:
+                places = self._count - (job.pool == FOREGROUND) - job.workers
+                joining = min(places, self._idle[job.pool])
+                job.workers += joining
+                self._idle[job.pool] -= joining
+                job.most = max(1, job.workers + (job.pool == FOREGROUND)) / self._count
+        left, sharing = min(1.0, max(self._dram - self._copied(self._since), 1e-3)), len(self._jobs)
+        for job in sorted(self._jobs, key=lambda job: job.most):
+            job.rate = min(job.most, left / sharing)
+            left, sharing = left - job.rate, sharing - 1
+        self._ending = min(self._jobs, key=_seconds_left, default=None)
+        self.due = inf if self._ending is None else self._since + max(0.0, _seconds_left(self._ending))
+        for record, _ in self._copies if self._jobs else ():
+            for time in (record.start, record.end):
+                if self._since < time < self.due:
+                    self.due, self._ending = time, None
         self._clock.expect(self.due)
+
+
+def _seconds_left(job: _Job) -> float:
+    return job.left / job.rate

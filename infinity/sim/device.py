@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
+from infinity.observe.ledger import Waits
+from infinity.observe.recorder import Recorder
 from infinity.plan.policy import DeviceInfo
 from infinity.sim.clock import Clock, Record, lane_of
 from infinity.sim.lanes import Stream
@@ -74,6 +77,36 @@ class Times(Protocol):
         """
 
 
+class _Waits(Waits):
+    """Waits, and the time for which the model's compute stood still meanwhile."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        super().__init__()
+        self._device = device
+        self._still: dict[str, float] = {}
+
+    def begin(self) -> Any:
+        return super().begin(), self._device.position()[0]
+
+    def end(self, began: Any, reason: str) -> Any:
+        self._still[reason] = self._still.get(reason, 0.0) + self._device.position()[0] - began[1]
+        return super().end(began[0], reason)
+
+    def _stood_still(self) -> dict[str, float]:
+        return self._still
+
+
+class _Recorder(Recorder):
+    """Lets the model's thread spend the time of Python for each use of a unit."""
+
+    def __init__(self, clock: Clock, device: SimulatedDevice, seconds: float) -> None:
+        super().__init__(waits=_Waits(device), on_host=device.host_addressable)
+        self._clock, self._seconds = clock, seconds
+
+    def unit(self, name: str) -> None:
+        self._clock.spend(self._seconds)
+
+
 class SimulatedDevice(Device):
     """Base of both kinds. Memory of host and device differs by the buffer that allocated it."""
 
@@ -83,13 +116,18 @@ class SimulatedDevice(Device):
     times: Times | None = None
     """Times on this device; None: all follow from bandwidths."""
 
-    def __init__(self, clock: Clock, facts: DeviceFacts, memory: float) -> None:
-        """memory: bytes/s of host memory, by all processors."""
+    def __init__(self, clock: Clock, facts: DeviceFacts, memory: float, unit_overhead: float = 0.0) -> None:
+        """memory: bytes/s of host memory, by all processors. unit_overhead: see `Links`."""
         self._clock = clock
+        self._unit_overhead = unit_overhead
         self._facts = facts
         self._memory = memory
         self._of_host: dict[int, torch.UntypedStorage] = {}
         """Storages of host memory. They stay alive, so that no other storage has their identity."""
+
+    @cached_property
+    def recorder(self) -> Recorder:
+        return _Recorder(self._clock, self, self._unit_overhead)
 
     def like_this_thread(self) -> AbstractContextManager[object]:
         return _entering([*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()])
@@ -114,9 +152,9 @@ class SimulatedDevice(Device):
         """Return whether `tensor` is in a buffer of `host_buffer`."""
         return tensor.untyped_storage()._cdata in self._of_host
 
-    def work_on_host(self, lane: str, seconds: float) -> None:
-        """Let the calling thread work for `seconds` on the host's processors."""
-        self._clock.work(lane, seconds)
+    def work_on_host(self, lane: str, seconds: float, pool: str = "") -> None:
+        """Let the calling thread work for `seconds` on the host's processors. pool: of the native kernels."""
+        self._clock.work(lane, seconds, pool=pool)
 
     def host_seconds(self, nbytes: float, function: Callable[..., Any], *args: Any) -> float:
         """Return the seconds of a kernel that reads and writes `nbytes` of host memory. args: on the meta device; other
@@ -164,8 +202,10 @@ class SimulatedHost(SimulatedDevice):
     host_addressable = True
     function_modes = 1  # `infinity.sim.compute.AsOnHost`
 
-    def __init__(self, clock: Clock, facts: DeviceFacts, memory: float, times: Times | None) -> None:
-        super().__init__(clock, facts, memory)
+    def __init__(
+        self, clock: Clock, facts: DeviceFacts, memory: float, times: Times | None, unit_overhead: float = 0.0
+    ) -> None:
+        super().__init__(clock, facts, memory, unit_overhead)
         self.times = times
 
     def is_host(self, tensor: torch.Tensor) -> bool:
@@ -208,9 +248,20 @@ class SimulatedAccelerator(SimulatedDevice):
 
     host_addressable = False
 
-    def __init__(self, clock: Clock, facts: DeviceFacts, memory: float, to_device: float, from_device: float) -> None:
-        """to_device, from_device: bytes/s of copies."""
-        super().__init__(clock, facts, memory)
+    def __init__(
+        self,
+        clock: Clock,
+        facts: DeviceFacts,
+        memory: float,
+        to_device: float,
+        from_device: float,
+        *,
+        launch: float = 0.0,
+        unit_overhead: float = 0.0,
+    ) -> None:
+        """to_device, from_device: bytes/s of copies. launch: seconds in which a thread issues a kernel or a copy."""
+        super().__init__(clock, facts, memory, unit_overhead)
+        self._launch = launch
         self._to, self._from = Stream(clock, "host_to_device"), Stream(clock, "device_to_host")
         self._bandwidths = {self._to: to_device, self._from: from_device}
         self._streams: dict[str, Stream] = {}
@@ -238,13 +289,21 @@ class SimulatedAccelerator(SimulatedDevice):
             return DONE
         stream = self._from if to_host else self._to
         stream.follow(self.stream.reached() if after is None else after)
+        self._clock.spend(self._launch)
         self._clock.turn()  # threads share the streams of copies
-        seconds = nbytes / self._bandwidths[stream] if to_host or from_host else self._seconds(2 * nbytes)
-        self._clock.submitted.append(stream.run(seconds, self._clock.current.lane, nbytes=nbytes))
+        lane, processors = self._clock.current.lane, self._clock.processors
+        if to_host or from_host:
+            seconds, rate = nbytes / self._bandwidths[stream], self._bandwidths[stream] / self._memory
+            record = stream.run(processors.copy_seconds(seconds, rate, stream.join()[0]), lane, nbytes=nbytes)
+            processors.add_copy(record, seconds * rate)
+        else:
+            record = stream.run(self._seconds(2 * nbytes), lane, nbytes=nbytes)
+        self._clock.submitted.append(record)
         return stream.reached()
 
     def await_copy(self, transfer: Transfer) -> None:
-        self.stream.follow(transfer)
+        with self.recorder.wait("gather", "parameters"):
+            self.stream.follow(transfer)
 
     def copy_result(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
         self.operate(0.0, 2 * source.nbytes)  # a kernel stores it
@@ -254,11 +313,13 @@ class SimulatedAccelerator(SimulatedDevice):
         return self.stream.reached()
 
     def fingerprint(self, memory: torch.Tensor) -> Fingerprint:
-        self.operate(0.0, memory.numel())
+        with self._clock.naming("fingerprint"):
+            self.operate(0.0, memory.numel())
         found: Any = _Fingerprint()
         return found  # type: ignore[no-any-return]
 
     def operate(self, seconds: float, nbytes: float) -> None:
+        self._clock.spend(self._launch)
         self.stream.run(max(seconds, self._seconds(nbytes)))
 
     def position(self) -> tuple[float, Record | None]:

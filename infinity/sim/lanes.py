@@ -65,6 +65,7 @@ class Stream:
             last is not None
             and last.end == start == self._free
             and last.lane == lane
+            and last.name == (name or clock.current.label)
             and not nbytes
             and not last.nbytes
         ):

@@ -60,6 +60,16 @@ class Links:
     """torch's name of a dtype → bytes of a weight per second in a matmul of few rows. Without it, only `flops` bounds a
     matmul.
     """
+    dram: float | None = None
+    """Bytes of host memory per second that processors and copies to and from devices share. None: copies slow no
+    processor.
+    """
+    wakeup_latency: float = 50e-6
+    """Seconds from an event until a host thread continues that slept for it: for a device, a drive or a thread."""
+    launch_overhead: float = 6e-6
+    """Seconds in which a host thread issues a kernel or a copy to a device, Python included."""
+    unit_overhead: float = 0.2e-3
+    """Seconds of Python in the model's thread for each use of a unit, by forward or backward."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """All other keys of the JSON, such as `machine`. Nothing is derived from them."""
 
@@ -90,15 +100,19 @@ class Links:
             raise ConfigError([f"{name}: {problem}" for problem in problems])
         given = {key: content.pop(key) for key in _KEYS}
         flops, weights = _by_dtype(given.pop("flops")), _by_dtype(content.pop("weights", {}))
+        given |= {key: content.pop(key) for key in OPTIONAL if key in content}
         return cls(**given, flops=flops, weights=weights, facts=content)
 
     def to_json(self) -> str:
         """Return the object that `from_json` parses, on several lines."""
         content = {key: getattr(self, key) for key in _KEYS} | {"flops": dict(self.flops)}
-        weights = {"weights": dict(self.weights)} if self.weights else {}
-        return json.dumps({**content, **weights, **self.facts}, indent=2) + "\n"
+        content |= {"weights": dict(self.weights)} if self.weights else {}
+        content |= {key: value for key in OPTIONAL if (value := getattr(self, key)) != getattr(Links, key)}
+        return json.dumps({**content, **self.facts}, indent=2) + "\n"
 
 
+OVERHEADS = ("wakeup_latency", "launch_overhead", "unit_overhead")
+OPTIONAL = ("dram", *OVERHEADS)
 _KEYS = (*BANDWIDTHS, "flops", "baseline_rss")
 _ALWAYS_THERE = ("memory",)
 
@@ -121,6 +135,11 @@ def _problems(content: Mapping[str, Any]) -> Iterator[str]:
             instead = "" if key in _ALWAYS_THERE else ", or null if the hardware is absent"
             yield f"{key} is {_show(content[key])}: give bytes per second, more than 0{instead}"
     yield from _rates_problems("weights", content.get("weights", {}), "bytes per second")
+    if not _is_rate(content.get("dram")):
+        yield f"dram is {_show(content['dram'])}: give bytes per second, more than 0, or null: copies slow no processor"
+    for key in OVERHEADS:
+        if not _is_number(content.get(key, 0), int, float) or not 0 <= content.get(key, 0) < 1:
+            yield f"{key} is {_show(content[key])}: give seconds, 0 or more and below 1"
 
 
 def _rates_problems(key: str, rates: Any, unit: str) -> Iterator[str]:
@@ -220,7 +239,7 @@ class Machine:
         memory = config.infinity.memory
         share = [nbytes and int(nbytes) // self.ranks_per_node for nbytes in (memory.host, memory.nvme)]
         free = nvme_share(self.nvme) // self.ranks_per_node
-        return Budget(share[0], memory.host_params, share[1], memory.device_optimizer, free)
+        return Budget(share[0], memory.host_params, share[1], memory.device_optimizer, memory.device_states, free)
 
 
 def _existing(path: Path) -> Path:

@@ -143,6 +143,8 @@ def _changes(plan: Plan, needs: Needs, tier: TierKind, savings: Savings) -> list
         place = "lower infinity.memory.host, which states and buffers fill"
     elif tier.in_host_memory:
         place = "give offload_param and offload_optimizer the device nvme"
+    elif _held_by_budget(plan) and plan.budget.device_states is not None:
+        place = "lower infinity.memory.device_states"
     elif _held_by_budget(plan):
         place = "set infinity.memory.device_optimizer to 0, or lower it"
     else:

@@ -72,6 +72,7 @@ class Prediction:
                 "activation_bytes_written": seen.activation_bytes_written * self.ranks_per_node,
                 "nvme_bytes_written_a_day": 0 if self.wear is None else round(self.wear.a_day),
                 "endurance": None if self.wear is None else self.wear.to_json(),
+                "host_seconds": seen.exposed.get("compute", 0.0),
                 "exposed": {lane: seen.exposed.get(lane, 0.0) for lane in LANES if lane != "compute"},
             }
         return {

@@ -27,7 +27,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.pools import READ_AHEAD
 from infinity.rules import MomentFormat, RuleName
 from infinity.sim.activations import SimulatedRoom, open_simulated_room
-from infinity.sim.clock import Clock
+from infinity.sim.clock import BACKGROUND, FOREGROUND, Clock
 from infinity.sim.compute import Compute
 from infinity.sim.device import SimulatedDevice
 from infinity.sim.lanes import Drive, DriveEngine, measured
@@ -106,6 +106,8 @@ class SimulatedPlatform(Platform):
         return units
 
 
+_INLINE = 65_536
+"""Elements below which the calling thread works alone (kInline in csrc/adam/adam.cpp)."""
 _receive = partial(kernels.receive, add=False, at=0)
 _receive_add = partial(kernels.receive, add=True, at=0)
 
@@ -119,7 +121,8 @@ def simulated_kernels(device: SimulatedDevice) -> Kernels:
         # States are read and written, gradients read. Parameters beside fp32 masters are only written.
         moved = 2 * sum(state.nbytes for state in states.values()) + grad.nbytes + param.nbytes
         moved += 0 if "master" in states else param.nbytes
-        work("update", moved, param, kernels.update_run, states, param, grad, *rest)
+        pool = BACKGROUND if more.get("background") else FOREGROUND
+        work("update", moved, param, kernels.update_run, states, param, grad, *rest, pool=pool)
 
     def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, initial: float = 0.0, **more: Any) -> float:
         moved = source.nbytes + (2 if add else 1) * source.numel() * target.itemsize
@@ -137,9 +140,12 @@ def simulated_kernels(device: SimulatedDevice) -> Kernels:
     def check_on_device(device_type: str, rule: RuleName, moments: MomentFormat) -> None:
         """The native kernels exist on every simulated device."""
 
-    def work(lane: str, nbytes: int, memory: torch.Tensor, kernel: Callable[..., Any], *args: Any) -> None:
+    def work(
+        lane: str, nbytes: int, memory: torch.Tensor, kernel: Callable[..., Any], *args: Any, pool: str = FOREGROUND
+    ) -> None:
         if device.is_host(memory):
-            device.work_on_host(lane, device.host_seconds(nbytes, kernel, *args))
+            pool = pool if memory.numel() >= _INLINE else ""
+            device.work_on_host(lane, device.host_seconds(nbytes, kernel, *args), pool)
         else:
             device.operate(0.0, nbytes)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import repeat
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from infinity import concurrency
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, ModelError
 from infinity.nn.tiling import LinearTile
+from infinity.observe.ledger import Waited, between
 from infinity.observe.timeline import Sample, StepSpan, chrome_trace
 from infinity.plan.plan import Plan
 from infinity.sim.activations import SimulatedRoom
@@ -42,7 +44,9 @@ class Simulation:
     compute_seconds: float
     """The part of `seconds` in which the model computed."""
     exposed: Mapping[str, float]
-    """Lane → seconds in which the model waited for it. With `compute_seconds` they add up to `seconds`."""
+    """Lane → seconds in which the model waited for it; compute: for its own thread, which issues operations. With
+    `compute_seconds` they add up to `seconds`.
+    """
     moved: Mapping[str, int]
     """Lane → bytes that it moved."""
     order: Mapping[str, Sequence[tuple[str, int]]]
@@ -57,6 +61,8 @@ class Simulation:
     """Tier → peak bytes of the saved activations that `infinity.activations` moves there, in all steps."""
     activation_bytes_read: int
     activation_bytes_written: int
+    waits: Mapping[str, Waited]
+    """Reason of `infinity.observe.ledger` → waits of the model's thread. Those of work on a stream count, too."""
     ordinary: str
     """Reason why `engine.train_batch` runs as a loop although it has blocks; empty if it does not."""
     plan: Plan
@@ -125,7 +131,9 @@ def simulate(
     Raises what `infinity.initialize` raises, and RuntimeError for operations whose results depend on values.
     """
     _separate_tiles(model)
-    facts, ranks, clock = device or DeviceFacts(), ranks or Ranks(), Clock()
+    facts, ranks = device or DeviceFacts(), ranks or Ranks()
+    dram = inf if links.dram is None else links.dram / links.memory
+    clock = Clock(links.wakeup_latency, facts.processors, dram)
     if ranks.size > 1 and links.collective is None:
         raise ConfigError(
             f"the bandwidths have no collective, which {ranks.size} ranks need: measure it with infinity bench-links "
@@ -168,6 +176,7 @@ class _Loop:
         self.flops = 0.0
         self.moved: dict[str, int] = {}
         """Bytes of saved activations read and written in the last step, by field of `Simulation`."""
+        self.waits: dict[str, Waited] = {}
         self.steps: list[Boundary] = []
         self._clock, self._device, self._compute, self._engine = clock, device, compute, engine
         self._loss_of = loss_of
@@ -179,7 +188,7 @@ class _Loop:
             for _ in range(steps):
                 self.activation_bytes = self._compute.peak = 0
                 self._compute.flops = 0.0
-                before, moved = self._compute.live, self._moved()
+                before, moved, waits = self._compute.live, self._moved(), self._engine.ledger.waits()
                 if blocks is not None:
                     self._whole_step(args, blocks)
                 else:
@@ -187,6 +196,7 @@ class _Loop:
                         self._micro_batch(args)
                 self.working_bytes, self.flops = self._compute.peak - before, self._compute.flops
                 self.moved = {key: nbytes - moved[key] for key, nbytes in self._moved().items()}
+                self.waits = between(waits, self._engine.ledger.waits())
                 self._note()
 
     def _moved(self) -> dict[str, int]:
@@ -255,13 +265,15 @@ def _separate_tiles(model: nn.Module) -> None:
 def _device(clock: Clock, facts: DeviceFacts, links: Links, ranks: Ranks, times: Times | None) -> SimulatedDevice:
     memory = links.memory / ranks.per_node
     if facts.host_addressable:
-        return SimulatedHost(clock, facts, memory, times)
+        return SimulatedHost(clock, facts, memory, times, links.unit_overhead)
     if links.host_to_device is None or links.device_to_host is None:
         raise ConfigError(
             "the bandwidths lack host_to_device or device_to_host, which a plan with GPUs needs: measure them with "
             "infinity bench-links on a machine with such a GPU, or add the bytes/s"
         )
-    return SimulatedAccelerator(clock, facts, memory, links.host_to_device, links.device_to_host)
+    copies = links.host_to_device, links.device_to_host
+    overheads = {"launch": links.launch_overhead, "unit_overhead": links.unit_overhead}
+    return SimulatedAccelerator(clock, facts, memory, *copies, **overheads)
 
 
 def _result(clock: Clock, plan: Plan, loop: _Loop, room: SimulatedRoom | None) -> Simulation:
@@ -284,6 +296,7 @@ def _result(clock: Clock, plan: Plan, loop: _Loop, room: SimulatedRoom | None) -
         working_bytes=loop.working_bytes,
         activations={} if room is None else {room.kind: room.peak},
         **loop.moved,
+        waits=loop.waits,
         ordinary=loop.ordinary,
         plan=plan,
         steps=loop.steps,

@@ -193,6 +193,14 @@ class AcceleratorDevice(Device):
         processors = update_processors(feeding=True)
         return DeviceInfo(self.torch_device.type, self.host_addressable, self._memory()[1], processors=processors)
 
+    def unused_bytes(self, limit: int) -> int:
+        taken, peak = (
+            int(read(self.torch_device))
+            for read in (torch.accelerator.memory_reserved, torch.accelerator.max_memory_reserved)
+        )
+        left = self._memory()[0] - (peak - taken)
+        return max(0, min(left, limit - peak) if limit else left)
+
     def available_bytes(self) -> int:
         reserved, allocated = (getattr(self._library, f"memory_{kind}", None) for kind in ("reserved", "allocated"))
         if reserved is None or allocated is None:

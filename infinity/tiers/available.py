@@ -1,4 +1,4 @@
-"""Host memory, caches and processors available to this process.
+"""Host memory, caches, NUMA nodes and processors available to this process.
 
 Memory: the machine's free memory, or less under the limit of a container or of `ulimit -v`. `INFINITY_MACHINE_MEMORY`
 gives the size of a virtual machine whose memory grows as it is used.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -130,3 +131,121 @@ def update_processors(*, feeding: bool) -> int:
     if ranks == 1 and not feeding:
         return 0
     return max(1, own // ranks - (FEEDING if feeding else 0))
+
+
+@dataclass(frozen=True)
+class Node:
+    """A NUMA node: number, processors, and bytes of its memory."""
+
+    number: int
+    processors: tuple[int, ...]
+    nbytes: int
+
+
+def numa_nodes(root: Path = Path("/")) -> list[Node]:
+    """Return the NUMA nodes, ascending; none if Linux does not list them. root: parent folder of /sys."""
+    nodes = []
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        try:
+            processors = parse_processors((folder / "cpulist").read_text())
+            memory = next(line.split() for line in (folder / "meminfo").read_text().splitlines() if "MemTotal" in line)
+            nodes.append(Node(int(folder.name.removeprefix("node")), processors, int(memory[3]) << 10))
+        except (OSError, ValueError, StopIteration, IndexError):
+            continue
+    return sorted(nodes, key=lambda node: node.number)
+
+
+def gpu_nodes(environ: Mapping[str, str], root: Path = Path("/")) -> list[int]:
+    """Return the NUMA node of each visible NVIDIA GPU, -1 if it is unknown; empty without GPUs.
+
+    GPUs are numbered by PCI address, as CUDA numbers equal ones. environ: with CUDA_VISIBLE_DEVICES, whose numbers or
+    UUIDs select them. root: parent folder of /proc and /sys.
+    """
+    present: list[tuple[str, int]] = []  # UUID, node
+    for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*:*")):
+        node = _number(root / "sys/bus/pci/devices" / folder.name / "numa_node")
+        try:
+            lines = (folder / "information").read_text().splitlines()
+        except OSError:
+            lines = []
+        uuids = (line.partition(":")[2].strip() for line in lines if line.startswith("GPU UUID"))
+        present.append((next(uuids, ""), -1 if node is None else node))
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [node for _, node in present]
+    nodes = []
+    for name in visible.split(",") if visible else []:
+        if name.isdecimal():
+            found = [node for _, node in present[int(name) : int(name) + 1]]
+        else:
+            found = [node for uuid, node in present if uuid.startswith(name)]
+        nodes.append(found[0] if len(found) == 1 else -1)
+    return nodes
+
+
+def parse_processors(text: str) -> tuple[int, ...]:
+    """Return the processors of a list such as "0,2-4", ascending. Raises ValueError for another text."""
+    found: list[int] = []
+    for part in text.strip().split(",") if text.strip() else []:
+        first, _, last = part.partition("-")
+        numbers = range(int(first), int(last or first) + 1)
+        if not numbers or (found and numbers[0] <= found[-1]):
+            raise ValueError(f"{text.strip()!r} is no ascending list of processors such as 0,2-4")
+        found += numbers
+    return tuple(found)
+
+
+def processors_of_rank(
+    rank: int, ranks: int, processors: Sequence[int], nodes: Sequence[Node], gpus: Sequence[int]
+) -> list[int]:
+    """Return the processors of one of the ranks of a machine: an equal part of `processors`, in their order.
+
+    gpus: node of each rank's GPU. If all have processors for their ranks, these ranks divide those of their node.
+    """
+    here = {node.number: [each for each in processors if each in node.processors] for node in nodes}
+    own = list(gpus[:ranks])
+    if len(own) == ranks and all(len(here.get(node, ())) >= own.count(node) for node in own):
+        processors, rank, ranks = here[own[rank]], own[:rank].count(own[rank]), own.count(own[rank])
+    each = len(processors) // ranks
+    if not each:
+        raise ConfigError(f"{len(processors)} processors are too few for {ranks} ranks: start fewer, or bind none")
+    return list(processors[rank * each : (rank + 1) * each])
+
+
+def bind_rank(listed: str, environ: Mapping[str, str], root: Path = Path("/")) -> list[int]:
+    """Bind this process, and programs that it executes, to the processors of its rank, and return them.
+
+    Memory follows, since Linux places a page on the node of the thread that first writes to it. listed: processors for
+    all ranks of the machine; empty: one of each core that this process may use, near the ranks' GPUs. environ: with
+    torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE.
+    """
+    allowed = os.sched_getaffinity(0)
+    rank, ranks = int(environ.get("LOCAL_RANK", 0)), int(environ.get("LOCAL_WORLD_SIZE", 1))
+    if listed:
+        try:
+            processors: Sequence[int] = parse_processors(listed)
+        except ValueError as error:
+            raise ConfigError(f"--bind_core_list: {error}") from None
+        if missing := sorted(set(processors) - allowed):
+            raise ConfigError(
+                f"--bind_core_list has the processors {missing}, which this process may not use: choose among "
+                f"{sorted(allowed)}"
+            )
+        gpus: list[int] = []
+    else:
+        processors, gpus = list(_first_of_cores(allowed, root)), gpu_nodes(environ, root)
+    found = processors_of_rank(rank, ranks, processors, numa_nodes(root), gpus)
+    os.sched_setaffinity(0, found)
+    return found
+
+
+def _first_of_cores(allowed: Collection[int], root: Path) -> Iterator[int]:
+    """Yield one processor of each core: two threads of a core share its bandwidth."""
+    for processor in sorted(allowed):
+        file = root / f"sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
+        try:
+            siblings = parse_processors(file.read_text())
+        except (OSError, ValueError):
+            siblings = ()
+        if all(other >= processor for other in siblings if other in allowed):
+            yield processor

@@ -120,6 +120,12 @@ class Device(ABC):
         """Return the peak of bytes allocated on the device; 0 if the device is the host."""
         return 0
 
+    def unused_bytes(self, limit: int) -> int:
+        """Return the bytes that torch has never taken of `limit` bytes of the device's memory, or of all free memory if
+        `limit` is 0; 0 if the device is the host.
+        """
+        return 0
+
     def available_bytes(self) -> int:
         """Return the bytes that can still be allocated on the device."""
         return available_memory()

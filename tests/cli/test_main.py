@@ -13,8 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from infinity.cli.main import app
-from infinity.cli.report import broken, collect
+from infinity.cli.report import broken, collect, lines
 from infinity.tiers import io
+from infinity.tiers.available import Node
 
 
 def run(*arguments: str) -> Any:
@@ -36,6 +37,14 @@ def test_report_is_lines() -> None:
     assert result.exit_code == 0
     for word in ("in use", "queue_depth", "pinnable", "collectives"):
         assert word in result.output
+
+
+def test_report_shows_numa_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [Node(0, (0, 1, 2, 8), 16 * 10**9), Node(1, (), 10**9)]
+    monkeypatch.setattr("infinity.tiers.available.numa_nodes", lambda root: nodes)
+    monkeypatch.setattr("infinity.tiers.available.gpu_nodes", lambda environ, root: [1, 0, 1])
+    expected = "0 with processors 0-2 8, 16.0 GB and GPU 1, 1 no processors, 1.0 GB and GPU 0 2"
+    assert any(line.split(maxsplit=2) == ["NUMA", "nodes", expected] for line in lines(collect()))
 
 
 @pytest.mark.parametrize(("part", "section"), [("infinity.native._adam", "adam"), ("infinity.native._aio", "aio")])

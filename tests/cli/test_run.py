@@ -260,3 +260,12 @@ def test_unknown_options_and_a_missing_script_show_the_usage() -> None:
     for arguments, said in ((["--nonsense", "x.py"], "No such option: --nonsense"), ([], "Missing argument 'SCRIPT'")):
         result = run("run", *arguments)
         assert result.exit_code == 2 and said in result.stderr and "Usage:" in result.stderr
+
+
+def test_ranks_are_bound_to_their_processors(tmp_path: Path) -> None:
+    own = sorted(os.sched_getaffinity(0))
+    file = write(tmp_path, "print('bound to', *os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'])")
+    status, out, err = ended(start("--bind_cores_to_rank", "--bind_core_list", f"{own[0]}", "-q", file))
+    assert (status, out) == (0, f"bound to {own[0]} 1\n"), err
+    status, _, err = ended(start("--bind_core_list", "0", file))
+    assert status == 2 and "--bind_core_list has no effect without --bind_cores_to_rank: add it" in err

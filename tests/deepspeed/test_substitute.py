@@ -272,3 +272,33 @@ from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
 assert is_deepspeed_available()
 """
     passes(python(script(tmp_path, text)))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_a_rank_is_bound_before_its_program_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its affinity, OMP_NUM_THREADS, the optimizer's threads, and the options of the interpreter."""
+    file = script(
+        tmp_path,
+        "import os, sys\nfrom infinity.native import _adam\nassert sys.flags.utf8_mode and sys.argv[1:] == ['--x']\n"
+        "print(*os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'], _adam.default_threads())",
+    )
+    own = sorted(os.sched_getaffinity(0))[-2:]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    bind = f"--bind_cores_to_rank={own[0]},{own[1]}"
+    for rank, processor in enumerate(own):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert passes(python(bind, file, "--x", options=("-X", "utf8"))).split() == [str(processor), "1", "1"]
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    *bound, threads, updating = passes(python("--bind_cores_to_rank", file, "--x", options=("-X", "utf8"))).split()
+    assert set(map(int, bound)) <= os.sched_getaffinity(0) and int(threads) == int(updating) == len(bound)
+
+
+def test_a_wrong_list_of_processors_is_an_error_of_one_line() -> None:
+    run = python("--bind_cores_to_rank=9,3", "train.py")
+    expected = "infinity.deepspeed: --bind_core_list: '9,3' is no ascending list of processors such as 0,2-4\n"
+    assert (run.returncode, run.stderr) == (2, expected)
+    assert python("--bind_cores_to_rank").stderr == (
+        "infinity.deepspeed: --bind_cores_to_rank needs a script: pass its name after it\n"
+    )

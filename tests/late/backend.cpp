@@ -81,20 +81,12 @@ void fill_with_poison(const at::Tensor& tensor) {
     bytes.fill_(poison);
 }
 
-// In virtual time copies do not run, except for small ones to the host, which reads them.
-constexpr size_t small = 64 << 10;
-
-TaskPtr queue_copy(int device, at::Tensor to, at::Tensor from, Lane lane, HostRange host = {},
-                   TaskPtr after = nullptr) {
-    const auto nbytes = static_cast<double>(from.nbytes());
-    const bool within = lane == Lane::compute;
-    const Cost cost{lane, within ? 2 * nbytes : nbytes, 0, false, "copy"};
+TaskPtr queue_copy(int device, at::Tensor to, at::Tensor from, HostRange host = {}, TaskPtr after = nullptr) {
     auto work = [to = std::move(to), from = std::move(from)] {
         const KernelState state;
         to.copy_(from);
     };
-    return Scheduler::instance().enqueue(current_stream(device), Kind::copy, std::move(work), {std::move(after)}, host,
-                                         cost);
+    return Scheduler::instance().enqueue(current_stream(device), Kind::copy, std::move(work), {std::move(after)}, host);
 }
 
 void copy_on_device(const at::Tensor& from, const at::Tensor& to) {
@@ -102,19 +94,18 @@ void copy_on_device(const at::Tensor& from, const at::Tensor& to) {
     auto& scheduler = Scheduler::instance();
     const int source = from.device().index(), destination = to.device().index();
     if (source == destination) {
-        queue_copy(source, twins.of(to), twins.of(from), Lane::compute);
+        queue_copy(source, twins.of(to), twins.of(from));
         return;
     }
     const auto reached = scheduler.newest(current_stream(destination));
-    const auto copied = queue_copy(source, twins.of(to), twins.of(from), Lane::compute, {}, reached);
+    const auto copied = queue_copy(source, twins.of(to), twins.of(from), {}, reached);
     scheduler.enqueue(current_stream(destination), Kind::mark, nullptr, {copied});
 }
 
 void copy_to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
     const bool direct = non_blocking && PinnedMemory::instance().contains(from.const_data_ptr());
-    const bool in_place = direct || Scheduler::instance().clock.on;
-    const auto source = in_place ? over(unowned(from.storage()), from) : from.clone();  // what is not pinned is staged
-    const auto copied = queue_copy(to.device().index(), Twins(Memory::shared).of(to), source, Lane::to_device,
+    const auto source = direct ? over(unowned(from.storage()), from) : from.clone();  // what is not pinned is staged
+    const auto copied = queue_copy(to.device().index(), Twins(Memory::shared).of(to), source,
                                    direct ? range_of(from) : HostRange{});
     if (!non_blocking) Scheduler::instance().wait({copied});
 }
@@ -124,10 +115,9 @@ void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blockin
     const bool direct = non_blocking && PinnedMemory::instance().contains(to.const_data_ptr());
     const auto range = range_of(to);
     // Copies that are queued before may still use that memory, in the order of their stream.
-    if (direct && !scheduler.clock.on && !scheduler.touches_host(range)) fill_with_poison(to);
+    if (direct && !scheduler.touches_host(range)) fill_with_poison(to);
     const auto target = over(unowned(to.storage()), to), source = Twins(Memory::shared).of(from);
-    const auto copied = queue_copy(from.device().index(), target, source, Lane::from_device, range);
-    if (scheduler.clock.on && from.nbytes() <= small) target.copy_(source);
+    const auto copied = queue_copy(from.device().index(), target, source, range);
     if (!direct) scheduler.wait({copied});
 }
 
@@ -250,55 +240,6 @@ int late_unpin(void* memory) {
     const size_t nbytes = late::PinnedMemory::instance().remove(memory);
     if (nbytes == 0) return 2;
     return late::Scheduler::instance().touches_host({begin, begin + nbytes}) ? 1 : 0;
-}
-
-// ---- virtual time, for tests/late/clock.py: one thread at a time calls these ----
-
-void late_clock_start(const late::Rates* rates) {
-    auto& clock = late::Scheduler::instance().clock;
-    clock.name_of("");
-    clock.rates = *rates;
-    clock.on = true;
-}
-
-double late_clock_now() { return late::Scheduler::instance().clock.now; }
-
-void late_clock_switch(int32_t thread, double now) {
-    auto& clock = late::Scheduler::instance().clock;
-    clock.thread = thread;
-    clock.now = now;
-}
-
-void late_clock_work(const char* name, double seconds) {
-    auto& clock = late::Scheduler::instance().clock;
-    clock.log(late::Lane::host_work, clock.name_of(name), 0, clock.now, clock.now + seconds, -1);
-    clock.now += seconds;
-}
-
-void late_clock_label(const char* name) { late::Scheduler::instance().clock.label = name; }
-
-// Logs that the present thread waited since `start` for `thread`.
-void late_clock_waited(int32_t thread, double start) {
-    auto& clock = late::Scheduler::instance().clock;
-    clock.log(late::Lane::wait_for_thread, 0, 0, start, clock.now, thread);
-}
-
-// The time at which the current stream of the current device has done what was issued so far.
-double late_clock_reached() {
-    auto& scheduler = late::Scheduler::instance();
-    return std::max(scheduler.clock.now, scheduler.newest(late::current_stream(late::current_device))->moment.time);
-}
-
-// Returns the number of records. records: is set to the first one, until another is logged; may be null.
-int64_t late_clock_records(const late::Record** records) {
-    const auto& all = late::Scheduler::instance().clock.records;
-    if (records != nullptr) *records = all.data();
-    return static_cast<int64_t>(all.size());
-}
-
-const char* late_clock_name(int32_t number) {
-    const auto& names = late::Scheduler::instance().clock.names;
-    return static_cast<size_t>(number) < names.size() ? names[static_cast<size_t>(number)].c_str() : nullptr;
 }
 }
 #pragma GCC visibility pop

@@ -67,7 +67,6 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
     double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
         const auto earlier = static_cast<Event*>(first)->mark.load(), later = static_cast<Event*>(second)->mark.load();
-        if (scheduler().clock.on) return 1e3 * (later->moment.time - earlier->moment.time);
         const auto from = earlier->time, to = later->time;
         return std::chrono::duration<double, std::milli>(to - from).count();
     }
@@ -85,8 +84,7 @@ inline void resize_storage(const c10::Storage& storage, size_t nbytes) {
     const auto kept = std::min(nbytes, storage.nbytes());
     if (kept > 0) {
         auto move = [to = fresh.get(), from = storage.data(), kept] { std::memcpy(to, from, kept); };
-        const Cost cost{Lane::compute, 2.0 * static_cast<double>(kept), 0, false, "resize"};
-        Scheduler::instance().enqueue(current_stream(storage.device().index()), Kind::kernel, move, {}, {}, cost);
+        Scheduler::instance().enqueue(current_stream(storage.device().index()), Kind::kernel, move);
     }
     storage.set_data_ptr_noswap(std::move(fresh));
     storage.set_nbytes(nbytes);

@@ -42,11 +42,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     c10::DataPtr allocate(size_t nbytes) override {
         check_limit(current_device, nbytes);
         auto* block = new Block{nullptr, nbytes, current_stream(current_device), {}};
-        if (nbytes > 0 && Scheduler::instance().clock.on) {
-            block->memory = reserve_bytes(nbytes);
-            TORCH_CHECK(block->memory != nullptr, "late: ", nbytes, " bytes cannot be reserved");
-            block->reserved = true;
-        } else if (nbytes > 0) {
+        if (nbytes > 0) {
             block->memory = allocate_bytes(nbytes);
             std::memset(block->memory, poison, nbytes);
         }
@@ -104,17 +100,12 @@ class DeviceMemory final : public c10::DeviceAllocator {
         size_t nbytes;
         StreamKey stream;
         std::set<StreamKey> users;  // other streams that were recorded
-        bool reserved = false;      // by `reserve_bytes`
     };
 
     static void release(void* context) {
         std::unique_ptr<Block> block(static_cast<Block*>(context));
         instance().count(block->stream.device, -static_cast<int64_t>(block->nbytes));
         if (block->memory == nullptr) return;
-        if (block->reserved) {
-            munmap(block->memory, block->nbytes);
-            return;
-        }
         auto& scheduler = Scheduler::instance();
         std::vector<TaskPtr> after;
         for (const auto& user : block->users) after.push_back(scheduler.newest(user));

@@ -197,41 +197,6 @@ inline void resize_tensor(const at::Tensor& tensor, c10::IntArrayRef sizes, c10:
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
 }
 
-inline double nbytes_of(const at::Tensor& tensor) {
-    const auto all = static_cast<size_t>(tensor.numel()) * tensor.dtype().itemsize();
-    return static_cast<double>(std::min(all, tensor.storage().nbytes()));  // expanded tensors are read once
-}
-
-// Bytes of the call's tensors on the device, and operations of matrix products; attention counts in full.
-inline Cost cost_of(const c10::OperatorHandle& op, const Stack& arguments, const std::vector<at::Tensor>& fresh) {
-    static const std::set<std::string_view> products = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"};
-    Cost cost{Lane::compute, 0, 0, false, op.schema().name()};
-    std::vector<at::Tensor> inputs;
-    for (size_t i = 0; i < arguments.size(); ++i) {
-        const double passes = is_written(op.schema().arguments()[i].alias_info()) ? 2 : 1;
-        map_tensors(arguments[i], [&](const at::Tensor& tensor) {
-            if (is_late(tensor)) {
-                cost.nbytes += passes * nbytes_of(tensor);
-                inputs.push_back(tensor);
-            }
-            return tensor;
-        });
-    }
-    for (const auto& tensor : fresh) cost.nbytes += tensor.defined() ? nbytes_of(tensor) : 0;
-    if (inputs.empty()) return cost;
-    cost.half = inputs.back().element_size() == 2;
-    if (products.contains(cost.name)) {
-        const auto& left = inputs.at(inputs.size() - 2);
-        cost.operations = 2.0 * static_cast<double>(left.numel()) * static_cast<double>(inputs.back().size(-1));
-    } else if (cost.name.starts_with("aten::_scaled_dot_product")) {
-        const auto& query = inputs.front();
-        const double times = cost.name.find("backward") == std::string::npos ? 4 : 10;
-        cost.half = query.element_size() == 2;
-        cost.operations = times * static_cast<double>(query.numel()) * static_cast<double>(query.size(-2));
-    }
-    return cost;
-}
-
 // One call of an operator on tensors of one device.
 class Call {
   public:
@@ -249,8 +214,7 @@ class Call {
   private:
     // False if the outputs cannot be inferred, also because the arguments are wrong: then the CPU's kernel says so.
     bool run_late(Stack& stack) {
-        // In virtual time no result is used, and CUDA's layouts are the right ones.
-        const bool by_kernel = is_inferred_by_kernel(op_) && !Scheduler::instance().clock.on;
+        const bool by_kernel = is_inferred_by_kernel(op_);
         const Signature signature(op_, arguments_, by_kernel);
         auto inferred = Inferences::instance().find(signature);
         if (!inferred) inferred = infer(by_kernel, signature);
@@ -289,11 +253,6 @@ class Call {
     }
 
     void queue(const std::vector<at::Tensor>& fresh) {
-        if (Scheduler::instance().clock.on) {
-            const auto cost = cost_of(op_, arguments_, fresh);
-            Scheduler::instance().enqueue(current_stream(device_.index()), Kind::kernel, nullptr, {}, {}, cost);
-            return;
-        }
         Twins twins(Memory::shared);
         Stack on_host;
         std::vector<at::Tensor> outputs;

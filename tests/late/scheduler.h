@@ -20,8 +20,6 @@
 #include <utility>
 #include <vector>
 
-#include "clock.h"
-
 namespace late {
 
 constexpr int devices = 2;
@@ -59,7 +57,6 @@ struct Task {
     HostRange host;
     bool done = false;
     std::chrono::steady_clock::time_point time{};  // of execution
-    Moment moment;                                 // its end, in virtual time
 };
 
 struct Counters {
@@ -95,10 +92,8 @@ class Scheduler {
     }
 
     // Does not throw what work throws: the next wait does.
-    TaskPtr enqueue(StreamKey stream, Kind kind, Work work, std::vector<TaskPtr> after = {}, HostRange host = {},
-                    const Cost& cost = {}) {
+    TaskPtr enqueue(StreamKey stream, Kind kind, Work work, std::vector<TaskPtr> after = {}, HostRange host = {}) {
         const Lock lock(mutex_);
-        if (clock.on) return issue(stream, kind, work, after, cost);
         auto task = std::make_shared<Task>();
         task->stream = stream;
         task->kind = kind;
@@ -118,7 +113,6 @@ class Scheduler {
     // The newest work of `stream`; null if all has run.
     TaskPtr newest(StreamKey stream) {
         const Lock lock(mutex_);
-        if (clock.on) return ended(queue_of(stream).moment);
         auto& tasks = queue_of(stream).tasks;
         return tasks.empty() ? nullptr : tasks.back();
     }
@@ -127,12 +121,6 @@ class Scheduler {
     void wait(const std::vector<TaskPtr>& targets) {
         const Lock lock(mutex_);
         ++counters_.waits;
-        if (clock.on) {
-            for (const auto& target : targets) {
-                if (target) clock.wait(Lane::wait_for_record, target->moment);
-            }
-            return;
-        }
         const auto needed = needed_for(targets);
         for (const auto& target : targets) {
             while (target && !target->done) {
@@ -150,7 +138,6 @@ class Scheduler {
         std::vector<TaskPtr> targets;
         for (auto& [key, queue] : queues_) {
             if (key.device != device) continue;
-            if (clock.on) targets.push_back(ended(queue.moment));
             if (!queue.tasks.empty()) targets.push_back(queue.tasks.back());
         }
         wait(targets);
@@ -159,7 +146,6 @@ class Scheduler {
     // Returns whether `task` has run. Sometimes some work runs first, so that polling ends, as time passes on a device.
     bool query(const TaskPtr& task) {
         const Lock lock(mutex_);
-        if (clock.on) return !task || task->moment.time <= clock.now;
         if (!task || task->done) return true;
         if (draw(4) == 0) {
             const auto needed = needed_for({task});
@@ -217,16 +203,11 @@ class Scheduler {
         ++counters_.inference_failed;
     }
 
-    // Virtual time. Once it is on, it stays on.
-    Clock clock;
-
   private:
     using Lock = std::lock_guard<std::recursive_mutex>;
 
     struct Queue {
         std::deque<TaskPtr> tasks;
-        Moment moment;  // end of its last task, in virtual time
-        int32_t number = 0;
         uint64_t weight = 0;  // streams differ in speed; 0 until it is drawn, at the first use
     };
 
@@ -237,33 +218,10 @@ class Scheduler {
         uint64_t number;
     };
 
-    static TaskPtr ended(Moment moment) {
-        auto task = std::make_shared<Task>();
-        task->done = true;
-        task->moment = moment;
-        return task;
-    }
-
-    TaskPtr issue(StreamKey stream, Kind kind, const Work& work, const std::vector<TaskPtr>& after, const Cost& cost) {
-        if (kind == Kind::free) {
-            work();
-            return nullptr;
-        }
-        std::vector<Moment> moments;
-        for (const auto& other : after) {
-            if (other) moments.push_back(other->moment);
-        }
-        auto& queue = queue_of(stream);
-        counters_.kernels_queued += kind == Kind::kernel;
-        counters_.copies_queued += kind == Kind::copy;
-        return ended(clock.issue(queue.moment, queue.number, moments, cost));
-    }
-
     uint64_t draw(uint64_t bound) { return random_() % bound; }
 
     Queue& queue_of(StreamKey stream) {
         auto& queue = queues_[stream];
-        if (queue.number == 0) queue.number = static_cast<int32_t>(queues_.size());
         weigh(queue);
         return queue;
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,16 @@ from infinity.tiers.transfer import DONE, Transfer
 from infinity.update.kernels import NATIVE
 from late.device import LateAccelerator
 from support.configs import PLACEMENTS, engine_config
-from support.loops import Batches, Result, assert_close, assert_same, open_engine, parameters_of, trained
+from support.loops import (
+    Batches,
+    Result,
+    assert_close,
+    assert_same,
+    open_engine,
+    parameters_of,
+    train as train_engine,
+    trained,
+)
 from support.models import Stack, seeded, token_batches
 
 BATCHES = token_batches(6)
@@ -63,6 +73,36 @@ def test_trains_with_a_part_of_the_states_on_the_device(
         assert_same(train("cpu", "cpu", memory=memory, **options), reference(**options))
         monkeypatch.setattr("infinity.engine.platform.Platform.kernels", replace(NATIVE, is_exact=lambda kind: True))
     assert_close(train("cpu", "cpu", memory=memory, **options), reference(**options))
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": 0.5}], ids=str)
+def test_states_fill_the_memory_that_steps_leave(
+    order: None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the key that the log names, the peak grows by the bytes that the plan has more, and by no others."""
+    monkeypatch.setattr("infinity.engine.platform.Platform.kernels", replace(NATIVE, is_exact=lambda kind: True))
+    device, limit, peaks, planned = LateAccelerator(), 2_600_000, [], []
+    memory = {"device": limit, "device_states": 700_000}
+    try:
+        for _ in range(2):
+            gc.collect()
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+            late.set_limit(0, limit)
+            config = engine_config("cpu", "cpu", prefetch_bytes=20_000, unit_size=4096, memory=memory, **options)
+            with open_engine(seeded(lambda: Stack(depth=12)), config, device) as engine:
+                train_engine(engine, on_device(BATCHES[:4], device.torch_device))
+                planned.append(engine.parts.plan.peak_nbytes()["device"])
+                peaks.append(torch.accelerator.max_memory_reserved())
+                found = re.search(r"set infinity\.memory\.device_states to (\d+)", engine.ledger.spare())
+                memory |= {"device_states": int(found[1])} if found else {}
+            del engine
+    finally:
+        late.set_limit(0, None)
+    unused = limit - peaks[0]
+    assert planned[1] - planned[0] > unused // 2 and planned[1] <= memory["device_states"]
+    assert abs(peaks[1] - peaks[0] - (planned[1] - planned[0])) < 100_000, "when a buffer is freed depends on the order"
+    assert peaks[1] <= limit
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -25,7 +25,7 @@ from infinity.plan import budget as budgets, plan as plans
 from infinity.plan.budget import Faster, spread
 from infinity.plan.placement import State, aligned
 from infinity.plan.plan import Plan
-from infinity.plan.shortage import shortage
+from infinity.plan.shortage import shortage, spare
 from infinity.tier_kind import TierKind
 from infinity.tiers.device import CpuDevice
 from infinity.update.kernels import NATIVE
@@ -263,6 +263,7 @@ def test_states_fill_half_of_a_device_from_the_first_unit_on(options: dict[str, 
         assert all(on_device(plan, state) == kept for state in State)
         assert plan.buffers_of("units") == bare.buffers_of("units") and plan.prefetch_bytes == bare.prefetch_bytes
         host = [pool.nbytes for pool in plan.pools if pool.name == "gradient shards"]
+        assert planned(tmp_path, memory={"device_states": nbytes}, **options).placement == plan.placement
         assert bool(host) == (len(kept) < len(sizes)), "gradients that stay on the device need no buffers of the host"
     assert len(kept) == len(sizes)
     on_cpu = planned(tmp_path, **{**options, "late": False, "memory": {"device": 1 << 30}})
@@ -318,6 +319,39 @@ def test_a_share_that_the_device_cannot_hold_is_refused_with_the_missing_bytes(t
     missing = shortage(plan, {"host": 1 << 40, "device": 1 << 40})
     assert missing is not None and missing[1] - missing[2] == 1
     assert re.match(r"raise infinity\.memory\.device, or lower infinity\.memory\.device_optimizer", missing[3])
+
+
+def test_states_that_the_device_cannot_hold_are_refused_with_the_missing_bytes(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"param": "cpu", "optim": "cpu", "late": True, "prefetch_bytes": 0}
+    needed = planned(tmp_path, memory={"device_states": 1 << 30}, **options).peak_nbytes()["device"]
+    plan = planned(tmp_path, memory={"device_states": 1 << 30, "device": needed - 1}, **options)
+    missing = shortage(plan, {"host": 1 << 40, "device": 1 << 40})
+    assert missing is not None and missing[1] - missing[2] == 1
+    assert missing[3] == "raise infinity.memory.device, or lower infinity.memory.device_states"
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": 1.0}, {"bf16": True, "moments": "8bit"}], ids=str)
+def test_device_memory_that_steps_leave_is_a_value_of_a_key(options: dict[str, Any], tmp_path: Path) -> None:
+    """With it, states and buffers take no more bytes than were left, so what activations took stays free."""
+    options = {"unit_size": 4096, "late": True, "param": "cpu", "optim": "cpu", **options}
+    first = planned(tmp_path, memory={"device": 400_000}, **options)
+    held, units = first.peak_nbytes()["device"], on_device(first, State.OPTIM)
+    assert len(units) < len(first.units)
+    least = min(
+        sum(aligned(first.placement.of(unit.index, state).nbytes) for state in State)
+        for unit in first.units
+        if unit.index not in units
+    )
+    assert spare(first, least) == "", "a 16th is left for fragments"
+    for unused in (least + least // 15 + 1, 2 * least, 1 << 30):
+        given = re.search(r"set infinity\.memory\.device_states to (\d+)$", spare(first, unused))
+        assert given is not None and int(given[1]) == held + unused - unused // 16
+        plan = planned(tmp_path, memory={"device_states": int(given[1])}, **options)
+        assert held < plan.peak_nbytes()["device"] <= held + unused
+        assert len(on_device(plan, State.OPTIM)) > len(units)
+    assert spare(plan, 1 << 30) == "", "all states are on the device"
+    assert spare(planned(tmp_path, memory={"device_optimizer": 0.3}, **options), 1 << 30) == ""
+    assert spare(planned(tmp_path, **{**options, "late": False}), 1 << 30) == ""
 
 
 def test_a_device_whose_update_differs_is_not_filled(tmp_path: Path) -> None:

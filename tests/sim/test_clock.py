@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from math import inf
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from infinity.sim.clock import Clock
+from infinity.sim.clock import BACKGROUND, FOREGROUND, Clock
 from infinity.sim.lanes import Drive, DriveEngine
 from infinity.sim.threads import VirtualPrimitives
 
@@ -26,13 +28,11 @@ class Watchful(Clock):
         """Nothing is remembered."""
 
 
-CALLS = st.lists(
-    st.tuples(
-        st.sampled_from(["work", "sleep", "read", "write", "wait", "poll", "lock", "submit", "result"]),
-        st.integers(0, 3),
-    ),
-    max_size=12,
-)
+NAMES = "work", "adam", "norm", "spend", "sleep", "read", "write", "wait", "poll", "lock", "submit", "result"
+CALLS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 3)), max_size=12)
+
+
+POOLS = {"adam": BACKGROUND, "norm": FOREGROUND}
 
 
 def events(make: Callable[[], Clock], programs: list[list[tuple[str, int]]]) -> list[tuple[object, ...]]:
@@ -49,6 +49,10 @@ def events(make: Callable[[], Clock], programs: list[list[tuple[str, int]]]) -> 
             found: object = None
             if call == "work":
                 clock.work("update", number)
+            elif call in POOLS:
+                clock.work("update", number, pool=POOLS[call])
+            elif call == "spend":
+                clock.spend(number)
             elif call == "sleep":
                 clock.sleep("gather", number)
             elif call == "read":
@@ -87,9 +91,11 @@ def events(make: Callable[[], Clock], programs: list[list[tuple[str, int]]]) -> 
 
 
 @settings(deadline=None)
-@given(st.lists(CALLS, min_size=1, max_size=4))
-def test_order_and_times_are_those_of_a_look_at_everything(programs: list[list[tuple[str, int]]]) -> None:
-    assert events(Clock, programs) == events(Watchful, programs)
+@given(st.lists(CALLS, min_size=1, max_size=4), st.sampled_from([(), (0.25, 3)]))
+def test_order_and_times_are_those_of_a_look_at_everything(
+    programs: list[list[tuple[str, int]]], costs: tuple[Any, ...]
+) -> None:
+    assert events(partial(Clock, *costs), programs) == events(partial(Watchful, *costs), programs)
 
 
 @pytest.mark.parametrize("make", [Clock, Watchful])

@@ -34,9 +34,11 @@ def problems(text: str | bytes) -> tuple[str, ...]:
 
 
 def test_links_are_read_and_written_without_a_loss() -> None:
-    text = changed(machine={"torch": "2.6"}, weights={"float32": 2e9, "bfloat16": None, "float16": None})
+    weights = {"float32": 2e9, "bfloat16": None, "float16": None}
+    text = changed(machine={"torch": "2.6"}, weights=weights, dram=3e11, wakeup_latency=0.0, unit_overhead=1e-3)
     links = Links.from_json(text)
     assert (links.nvme_write, links.collective, links.baseline_rss) == (1.6e9, None, 240_000_000)
+    assert (links.dram, links.wakeup_latency, links.launch_overhead) == (3e11, 0.0, 6e-6)
     assert links.flops == MACHINE["flops"] and links.facts == {"machine": {"torch": "2.6"}}
     assert Links.from_json(links.to_json()) == links
     assert json.loads(links.to_json()) == json.loads(text)
@@ -71,6 +73,10 @@ def test_a_missing_key_is_named(key: str) -> None:
         ("flops", {"float32": 0}, "flops.float32 is 0: give FLOP/s, more than 0, or null if the device lacks"),
         ("weights", {"float32": 0}, "weights.float32 is 0: give bytes per second, more than 0, or null"),
         ("weights", 3, "weights is 3: give an object"),
+        ("dram", 0, "dram is 0: give bytes per second, more than 0, or null: copies slow no processor"),
+        ("wakeup_latency", -1e-6, "wakeup_latency is -1e-06: give seconds, 0 or more and below 1"),
+        ("launch_overhead", None, "launch_overhead is null: give seconds"),
+        ("unit_overhead", 1, "unit_overhead is 1: give seconds"),
         ("flops", {"int8": 1}, "flops.int8 is not known: give float32, bfloat16, float16"),
     ],
 )

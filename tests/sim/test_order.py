@@ -34,6 +34,9 @@ AT_ONCE = Links(
     collective=None,
     flops={"float32": 1e9, "bfloat16": 1e9},
     baseline_rss=0,
+    wakeup_latency=0,
+    launch_overhead=0,
+    unit_overhead=0,
 )
 """Only the model takes time, as in `real_run`."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,16 @@ import psutil
 import pytest
 
 from infinity.errors import ConfigError
-from infinity.tiers.available import available_memory, update_processors
+from infinity.tiers.available import (
+    Node,
+    available_memory,
+    bind_rank,
+    gpu_nodes,
+    numa_nodes,
+    parse_processors,
+    processors_of_rank,
+    update_processors,
+)
 
 
 def group(folder: Path, files: dict[str, str]) -> None:
@@ -101,3 +111,100 @@ def test_ranks_share_processors_and_leave_some_to_a_gpu(
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert update_processors(feeding=feeding) == expected
+
+
+UUID = "GPU-{}0000000-0000-0000-0000-000000000000"
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> Path:
+    """Two nodes of 4 cores with two threads each, and four GPUs, of which the first two are on node 1."""
+    for node in (0, 1):
+        first = 4 * node
+        files = {
+            "cpulist": f"{first}-{first + 3},{first + 8}-{first + 11}\n",
+            "meminfo": f"Node {node} MemTotal: 1024 kB\n",
+        }
+        group(tmp_path / f"sys/devices/system/node/node{node}", files)
+    for processor in range(16):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{processor}/topology"
+        group(folder, {"thread_siblings_list": f"{processor % 8},{processor % 8 + 8}\n"})
+    for number, node in enumerate((1, 1, 0, 0)):
+        address = f"0000:{number}a:00.0"
+        group(tmp_path / f"sys/bus/pci/devices/{address}", {"numa_node": f"{node}\n"})
+        group(tmp_path / f"proc/driver/nvidia/gpus/{address}", {"information": f"GPU UUID: \t {UUID.format(number)}\n"})
+    return tmp_path
+
+
+def test_numa_nodes_and_their_gpus(two_nodes: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    first, second = (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)
+    assert numa_nodes(two_nodes) == [Node(0, first, 1 << 20), Node(1, second, 1 << 20)]
+    assert gpu_nodes({}, two_nodes) == [1, 1, 0, 0]
+    for visible, nodes in {"2,0": [0, 1], f"{UUID.format(3)},GPU-1": [0, 1], "": [], "MIG-1,9": [-1, -1]}.items():
+        assert gpu_nodes({"CUDA_VISIBLE_DEVICES": visible}, two_nodes) == nodes
+    bare = tmp_path_factory.mktemp("bare")
+    assert numa_nodes(bare) == [] and gpu_nodes({}, bare) == []
+
+
+def test_this_machines_nodes_have_its_processors() -> None:
+    assert {each for node in numa_nodes() for each in node.processors} >= os.sched_getaffinity(0) or not numa_nodes()
+
+
+def test_lists_of_processors() -> None:
+    assert parse_processors("0,2-4,8\n") == (0, 2, 3, 4, 8) and parse_processors("\n") == ()
+    for wrong in ("3,1", "0-2,2", "4-2", "a", "0,,1", "-1"):
+        with pytest.raises(ValueError):
+            parse_processors(wrong)
+
+
+NODES = [Node(0, (0, 1, 2, 3), 0), Node(1, (4, 5, 6, 7), 0)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "processors", "gpus", "expected"),
+    [
+        (1, range(8), [], ["01234567"]),
+        (2, range(8), [], ["0123", "4567"]),
+        (3, range(8), [], ["01", "23", "45"]),
+        (2, range(8), [1, 0], ["4567", "0123"]),
+        (4, range(8), [1, 1, 0, 0], ["45", "67", "01", "23"]),
+        (3, range(8), [1, 0, 1], ["45", "0123", "67"]),
+        (2, range(8), [1, -1], ["0123", "4567"]),  # a node is unknown
+        (2, range(8), [1], ["0123", "4567"]),  # more ranks than GPUs
+        (2, range(4), [1, 0], ["01", "23"]),  # this process may not use node 1
+    ],
+)
+def test_ranks_divide_the_processors_of_their_gpus_nodes(
+    ranks: int, processors: range, gpus: list[int], expected: list[str]
+) -> None:
+    found = [processors_of_rank(rank, ranks, processors, NODES, gpus) for rank in range(ranks)]
+    assert found == [[int(digit) for digit in each] for each in expected]
+
+
+def test_a_rank_without_a_processor_is_refused() -> None:
+    with pytest.raises(ConfigError, match="2 processors are too few for 3 ranks: start fewer"):
+        processors_of_rank(0, 3, range(2), NODES, [])
+
+
+@pytest.mark.parametrize(
+    ("listed", "environ", "expected"),
+    [
+        ("", {"CUDA_VISIBLE_DEVICES": ""}, [{0, 1, 2, 3}, {4, 5, 6, 7}]),
+        ("", {"CUDA_VISIBLE_DEVICES": "0,2"}, [{4, 5, 6, 7}, {0, 1, 2, 3}]),
+        ("", {}, [{4, 5}, {6, 7}]),  # both GPUs are on node 1
+        ("1,9,11-12", {}, [{1, 9}, {11, 12}]),
+    ],
+)
+def test_a_rank_is_bound_to_one_processor_of_each_core(
+    listed: str, environ: dict[str, str], expected: list[set[int]], two_nodes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound: list[set[int]] = []
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(16)))
+    monkeypatch.setattr("os.sched_setaffinity", lambda process, processors: bound.append(set(processors)))
+    for rank in range(2):
+        bind_rank(listed, {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", **environ}, two_nodes)
+    assert bound == expected
+    with pytest.raises(ConfigError, match=r"--bind_core_list has the processors \[16\], which .* choose among \[0, 1"):
+        bind_rank("15-16", environ, two_nodes)
+    with pytest.raises(ConfigError, match="--bind_core_list: '2,1' is no ascending list"):
+        bind_rank("2,1", environ, two_nodes)

@@ -65,6 +65,15 @@ _TEXTS = {
         "--enable_each_rank_log": (
             "Write each rank's output to this folder, in torchrun's layout (`--log-dir`, `--redirects 3`)."
         ),
+        "--bind_cores_to_rank": (
+            "Bind each rank to an equal part of the machine's cores, one processor of each, and set `OMP_NUM_THREADS` "
+            "to their number. Ranks of NVIDIA GPUs divide the cores of their GPU's NUMA node; DeepSpeed ignores GPUs. "
+            "Memory lies on the rank's node while there is room, where DeepSpeed's `numactl -m` fails without room."
+        ),
+        "--bind_core_list": (
+            "Processors that `--bind_cores_to_rank` divides, in this order, such as `0,2-5`. Default: all that the "
+            "process may use. An error without `--bind_cores_to_rank`, where DeepSpeed ignores it."
+        ),
         "--log_level": "`warning` and above do not print the command. Default: `info`.",
         "-q --quiet": "Same as `--log_level error`.",
     },
@@ -79,11 +88,6 @@ _TEXTS = {
             "There is no autotuner. `infinity tune` finds the best section `aio` for a drive; buffer sizes follow from "
             "the model."
         ),
-        "--bind_cores_to_rank": (
-            "Run the printed command with torchrun's `--numa-binding`, or start ranks under numactl with "
-            "`--no_python`. The engine uses the cores of the rank's affinity."
-        ),
-        "--bind_core_list": "Start `infinity run` under `taskset --cpu-list LIST`.",
         "--elastic_training": (
             "Elastic training is not supported. Checkpoints load on any number of ranks: save, and restart with "
             "another number."
@@ -127,14 +131,22 @@ class Kind(enum.Enum):
     EXECUTABLE = "--no_python"
 
 
+BIND = "--bind_cores_to_rank"
+"""Flag of `infinity run`, and of `python -m infinity.deepspeed`, where it may have a list of processors."""
+
+
 @dataclass(frozen=True)
 class Program:
-    """The user's program. local_rank: pass --local_rank=N as its first argument, as DeepSpeed's launcher does."""
+    """The user's program. local_rank: pass --local_rank=N as its first argument, as DeepSpeed's launcher does.
+
+    bind: the argument that binds ranks to processors, or none.
+    """
 
     name: str
     arguments: tuple[str, ...] = ()
     kind: Kind = Kind.SCRIPT
     local_rank: bool = True
+    bind: tuple[str, ...] = ()
 
     def torchrun_arguments(self) -> list[str]:
         """Return the arguments that follow torchrun's own options."""
@@ -142,7 +154,7 @@ class Program:
         name, *arguments = (text.replace("$", "$$") for text in (self.name, *self.arguments))
         rank = ["--local_rank=${local_rank}"] if self.local_rank else []
         kind = [self.kind.value] if self.kind.value else []
-        return ["-m", "infinity.deepspeed", *kind, name, *rank, *arguments]
+        return ["-m", "infinity.deepspeed", *self.bind, *kind, name, *rank, *arguments]
 
 
 def meeting(address: str | None, port: int | None, node: int = 0, nodes: int = 1) -> list[str]:

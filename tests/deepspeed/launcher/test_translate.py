@@ -56,6 +56,15 @@ def test_visible_devices_are_respected() -> None:
     assert "both select GPUs" in refused(Request(TRAIN, include="localhost:1"), machine)
 
 
+def test_ranks_are_bound_by_an_argument_of_their_program() -> None:
+    """So that a printed command binds them on its host."""
+    for bind in ("--bind_cores_to_rank", "--bind_cores_to_rank=0,2-5"):
+        bound = SEEN.replace("infinity.deepspeed", f"infinity.deepspeed {bind}")
+        request = Request(replace(TRAIN, bind=(bind,)))
+        assert shown(request) == [f"{LOCAL} --nproc-per-node=4 {bound}"]
+        assert all(bound in command for command in shown(replace(request, hosts=TWO)))
+
+
 def test_without_gpus_ranks_run_on_the_cpu() -> None:
     assert shown(Request(TRAIN), CPU) == [f"{LOCAL} --nproc-per-node=1 {SEEN}"]
     launch = translate(Request(TRAIN, num_gpus=3), CPU)
