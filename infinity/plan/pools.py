@@ -45,7 +45,7 @@ _UNITS_READ_AHEAD = 2
 _HELD = 2
 _UPDATED = 1
 _LEAVING = 1
-"""Buffers whose comparison with the tier is under way while another unit gets the next one."""
+"""Buffers that units have left, and whose comparison with the tier is under way."""
 _AHEAD = 4
 """Number of units to prefetch by default: more if a block has more, fewer if the device has no room."""
 _SHARE = 2
@@ -104,8 +104,9 @@ def unit_pool(
 
     The buffers suffice for the units that nested modules hold at once, the next ones, those cached, and one whose
     update is being written, as long as units are used in their order or its reverse. repeats: the first units follow
-    the last, as in inference. leaves_late: add one for a unit that is leaving, to sizes with several. room: bytes of the device for these buffers, the activations and everything else. By
-    default, buffers take at most half of it, but at least one unit is prefetched.
+    the last, as in inference. leaves_late: sizes with several buffers have one more, for a unit that is leaving. room:
+    bytes of the device for these buffers, the activations and everything else. By default, buffers take at most half
+    of it, but at least one unit is prefetched.
     """
     sizes = [layout.nbytes for layout in layouts]
     if policy.resident:
