@@ -80,7 +80,11 @@ class KeptBuffers:
         kept = kept or self._kept.get(unit.index)
         if kept is None:
             return False
-        return bool(self._device.fingerprint(kept.buffer[: unit.layout.nbytes]) != kept.fingerprint)
+        differs = self._device.fingerprint(kept.buffer[: unit.layout.nbytes]) != kept.fingerprint
+        if self._device.host_addressable:
+            return bool(differs)
+        with self._device.recorder.wait("compute", "edits"):
+            return bool(differs)
 
     def note_overwritten(self, unit: Unit) -> None:
         """Record that an update begins while views of the unit are alive."""

@@ -406,9 +406,10 @@ class UnitStore:
                 if not later:  # the job has waited for its gate; the present snapshot may be a commit that waits for it
                     self._await_snapshot(unit)
                 shard = layout.shard_of(lease.tensor, self._ranks.shard_rank)  # here: an edited buffer is leased still
-                self._states.sync_masters_from_edit(layout, shard)
-                if in_tier:
-                    self._states.write_back(layout, shard).wait()
+                with self.recorder.wait("gather", "parameters"):
+                    self._states.sync_masters_from_edit(layout, shard)
+                    if in_tier:
+                        self._states.write_back(layout, shard).wait()
 
         if later:
             return take, edited
