@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +54,18 @@ def in_tier(engine: TrainingEngine, unit: Unit) -> torch.Tensor:
     """Return the first parameter's values in its tier, where they are now."""
     slot = unit.layout.slots[0]
     return engine.parts.states.read_param(unit.layout)[slot.offset : slot.stop].view(slot.shape)
+
+
+class Pending:
+    """A transfer that ends when it is waited for."""
+
+    waited = False
+
+    def wait(self) -> None:
+        self.waited = True
+
+    def done(self) -> bool:
+        return self.waited
 
 
 READERS: dict[str, Callable[[TrainingEngine, Unit], object]] = {
@@ -190,3 +203,18 @@ def test_an_update_in_the_tier_alone_reads_the_edit_from_the_buffer(
     assert torch.equal(in_tier(engine, unit), values)
     assert store.buffers.left_by(unit) is None
     unit.end_step()
+
+
+def test_a_unit_leaves_once_its_update_is_written(engine: TrainingEngine) -> None:
+    """Several ranks evict a unit whose write is under way. It reads the buffer."""
+    unit, writing = next(unit for unit in engine.units if unit.residency is Residency.RESIDENT), Pending()
+    unit.update = SimpleNamespace(done=writing)  # type: ignore[assignment]
+    engine.parts.store._evict(unit)
+    assert writing.waited and engine.parts.store.buffers.left_by(unit) is not None
+
+
+def test_a_comparison_waits_for_compute_before_the_copy_of_its_result() -> None:
+    """The reason of the sleep is the compute."""
+    computed, copied = Pending(), Pending()
+    assert not EditCheck(LateDevice(), None, torch.ones(1, dtype=torch.uint8), computed, copied)()
+    assert computed.waited and copied.waited
