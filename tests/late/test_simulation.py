@@ -65,7 +65,7 @@ def test_states_on_the_device_shorten_the_step(update: str) -> None:
     without, some = known(update, *SLOW_LINK), known(update, *SLOW_LINK, device_memory="64MB")
     assert some["held"]["host"] < without["held"]["host"]
     assert without["held"]["device"] < some["held"]["device"] <= 32 << 20
-    assert exposed(some, "update") < exposed(without, "update")
+    assert exposed_in_forward(some, "update") < exposed_in_forward(without, "update")
     assert sum(some["seconds"]) < sum(without["seconds"])
 
 
@@ -77,6 +77,10 @@ def test_gradients_take_no_core_of_the_host() -> None:
 
 def exposed(result: dict[str, Any], lane: str) -> float:
     return sum(phase[lane] for step in result["steps"] for phase in step.values())
+
+
+def exposed_in_forward(result: dict[str, Any], lane: str) -> float:
+    return sum(step["forward"][lane] for step in result["steps"])
 
 
 def test_matrix_products_take_their_operations() -> None:
