@@ -237,7 +237,7 @@ class TrainingRunner(Runner):
         """Start every pending update and wait until all are done and written back."""
         self.start_due_updates()
         self.store.await_updates()
-        with self.store.moving():
+        with self.store.moving(), self.recorder.wait("update", "update"):
             self._pipeline.drop_ahead()
 
     # -- the step ----------------------------------------------------------------------------------------------------
