@@ -100,7 +100,8 @@ class DurableSteps:
         self._stops, self._misplaced = self._commits.stops, self._commits.misplaced
         self._store.write_edits()
         units = self._store.units
-        buffers = buffers_in_memory(model)
+        with self._device.recorder.wait("compute", "saves"):
+            buffers = buffers_in_memory(model)
         generators = rng.own_states(self._device.torch_device)
         step = Step(
             updates=[each for unit in units if (each := unit.present_update()) is not None],

@@ -125,14 +125,15 @@ class StepReports:
         events: list[Event] = []
         if self.monitor.enabled:
             if losses:
-                loss = sum_in_order(loss.item() / divisor for loss, divisor in losses)
+                loss = sum_in_order(self._recorder.loss(loss) / divisor for loss, divisor in losses)
                 events.append((f"{_TAG}train_loss", loss, samples))
             events.append((f"{_TAG}lr", rate, samples))
             if loss_scale is not None:
                 events.append((f"{_TAG}loss_scale", loss_scale, samples))
         if self._clock is not None and self._clock_log is not None:
             if events or self._clock_log.is_due(steps):
-                spent = self._clock.read()
+                with self._recorder.wait("compute", "loss"):
+                    spent = self._clock.read()
                 self._clock_log.step(steps, spent)
                 events += [(f"{_TAG}elapsed_time_ms_{each.value}", 1000 * spent[each], samples) for each in spent]
             self._clock_log.expect(steps + 1)

@@ -118,6 +118,7 @@ class Runner:
                 if lease is None:
                     break
                 self._start(unit, lease)
+        store.evict_ahead()
         store.read_ahead()
 
     def refresh_viewed(self) -> None:

@@ -116,7 +116,7 @@ class TrainingEngine(CheckpointingEngine):
         super().__init__(called, config, parts, compute_dtype(config))
         self._watches = [*self.updates.runner.watch(), register_optimizer_step_pre_hook(refuse_managed)]
         self._additions = Additions(model)
-        self._log = StepLog(self.ledger, config.steps_per_print if ranks.is_main_rank else 0)
+        self._log = StepLog(self.ledger, seam.recorder, config.steps_per_print if ranks.is_main_rank else 0)
         self._reports = StepReports(config, self.monitor, self.ledger, seam, main=ranks.is_main_rank)
         self._called = self._reports.around(called, self.module, lambda: self.global_steps)
         self._batches = BatchTrainer(self, Together(self._forwards_together, self._losses_together, self.failing))
@@ -232,7 +232,7 @@ class TrainingEngine(CheckpointingEngine):
     def _losses_together(self, losses: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the scalars from which the backwards of a step start, checked as in `backward`."""
         if self.config.infinity.check_nan and not self.config.scales_loss and not self._step.skips_overflows:
-            bad = [loss for loss in losses if not math.isfinite(loss.detach().item())]
+            bad = [loss for loss in losses if not math.isfinite(self.parts.device.recorder.loss(loss.detach()))]
             refused = float(len(self.updates.pipeline.refused))
             self._check_loss((bad or losses)[0], *self.ranks.totals(float(bool(bad)), refused))
         self._loss = losses[-1].detach()
@@ -461,8 +461,11 @@ class TrainingEngine(CheckpointingEngine):
         self._grad_norm.forget()
         clipping, scaled = self.config.gradient_clipping > 0, self.config.scales_loss
         if clipping or scaled or (self.config.infinity.check_nan and (gradients.units or not self.ranks.is_single)):
-            sums = parts.ranks.model.sums(*gradients.squared_norms())
-            norm, whole = (math.sqrt(squares) * scale for squares in sums)
+            sums = gradients.squared_norms()
+            if parts.ranks.model.size > 1:
+                with parts.device.recorder.wait("reduce", "collectives"):
+                    sums = parts.ranks.model.sums(*sums)
+            norm, whole = (math.sqrt(total) * scale for total in sums)
             if not math.isfinite(norm) and (scaled or self._step.skips_overflows):
                 self._skip()
                 return False
@@ -505,7 +508,8 @@ class TrainingEngine(CheckpointingEngine):
             return
         refused = len(self.updates.pipeline.refused)
         if not self._checks_later(loss):
-            self._check_loss(loss, *self.ranks.totals(float(not math.isfinite(loss.detach().item())), float(refused)))
+            bad = not math.isfinite(self.parts.device.recorder.loss(loss.detach()))
+            self._check_loss(loss, *self.ranks.totals(float(bad), float(refused)))
             yield
             return
         assert self._loss_reader is not None

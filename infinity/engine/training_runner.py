@@ -254,7 +254,7 @@ class TrainingRunner(Runner):
         self._take_back_drafts()
         self.start_due_updates()
         self.store.await_updates()
-        with self.store.moving():
+        with self.store.moving(), self.recorder.wait("update", "update"):
             self._pipeline.drop_ahead()
 
     # -- drafts ------------------------------------------------------------------------------------------------------

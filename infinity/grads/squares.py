@@ -66,9 +66,12 @@ class _Copied(Squares):
     reading: concurrency.Lock = field(default_factory=concurrency.lock)
 
     def total(self) -> float:
+        recorder = self.device.recorder
+        if self.known is None and self.reading.locked():  # another thread reads it, and waits for the device
+            with recorder.wait("reduce", "norm"), self.reading:
+                pass
         with self.reading:
             if self.known is None:
-                recorder = self.device.recorder
                 with recorder.wait("reduce", "norm"):
                     self.summed.wait()
                 with recorder.wait("device_to_host", "small copies"):

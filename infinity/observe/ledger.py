@@ -24,7 +24,7 @@ REASONS = {
     "gradients": "a buffer of gradients is free, or a gradient has arrived",
     "norm": "the squares of all gradients are summed",
     "edits": "compute ends, so that the fingerprint of a unit is known",
-    "loss": "compute ends, so that the loss is known",
+    "loss": "compute ends, so that the loss or a time of the step is known",
     "small copies": "a computed loss, sum or result of a comparison arrives in host memory",
     "collectives": "other ranks take part in a collective",
     "activations": "a saved activation arrives or leaves",

@@ -7,6 +7,7 @@ import logging
 import torch
 
 from infinity.observe.ledger import Ledger
+from infinity.observe.recorder import Recorder
 
 logger = logging.getLogger("infinity")
 
@@ -30,8 +31,8 @@ _FULL = 3
 class StepLog:
     """A line every `every` steps; none where `every` is 0. Once, a line on memory that the steps have left."""
 
-    def __init__(self, ledger: Ledger, every: int) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: Ledger, recorder: Recorder, every: int) -> None:
+        self._ledger, self._recorder = ledger, recorder
         self._every = every
         self._said = ledger.snapshot()
         self._steps = 0
@@ -48,7 +49,7 @@ class StepLog:
         logger.info(
             "step %d: loss %.4f, lr %.3g%s, %.3g s a step, waited %.0f %%, nvme %.2f GB/s read and %.2f written",
             number,
-            loss.item(),
+            self._recorder.loss(loss),
             lr,
             f", gradient norm {norm:.3g}" if norm is not None else "",
             since.seconds / self._every,

@@ -11,12 +11,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 from infinity.concurrency import now
 from infinity.observe.ledger import Waits
 from infinity.observe.recording import MODEL, Mark, Recording, Request, Stamp, Stamped, Timed, Wait
 from infinity.observe.timeline import Sample
 from infinity.tier_kind import TierKind
+
+if TYPE_CHECKING:
+    import torch
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _OURS = "infinity-"
@@ -135,6 +139,11 @@ class Recorder:
         Nested contexts and those of helper threads are not counted.
         """
         return _Waiting(self, lane, reason)
+
+    def loss(self, loss: torch.Tensor) -> float:
+        """Return a loss, once the compute before it has ended: a wait of the model."""
+        with self.wait("compute", "loss"):
+            return loss.item()
 
     @property
     def is_waiting(self) -> bool:

@@ -142,6 +142,10 @@ class UnitLayout:
     def shard_range(self, rank: int) -> tuple[int, int]:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
+    def shard_of(self, memory: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the shard of `rank` in the unit's bytes: uint8 (shard_nbytes,)."""
+        return memory[rank * self.shard_nbytes : (rank + 1) * self.shard_nbytes]
+
     def runs(self, rank: int, steps: Mapping[int, int]) -> list[Run]:
         """Return the updated ranges of `rank`'s shard, cut where the param_group or the number of the update changes.
 

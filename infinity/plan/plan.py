@@ -206,7 +206,9 @@ def make_plan(
         pools=(),
         prefetch_bytes=0,
         cached_bytes=0 if rules.resident else cached_bytes(config, layouts),
-        least_unit_bytes=least_unit_bytes(discovered, layouts, repeats=not train),
+        least_unit_bytes=least_unit_bytes(
+            discovered, layouts, repeats=not train, leaves_late=not device.host_addressable
+        ),
         io=None,
         activations=plan_activations(config, device),
         ranks=ranks,
@@ -258,7 +260,8 @@ def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster, 
         pool.nbytes for pool in pools if pool.tier.on_device
     )
     room = device.usable - taken if device.usable else None
-    units, prefetch_bytes = unit_pool(config, discovered, layouts, rules, room, repeats=bare.update is None)
+    order = {"repeats": bare.update is None, "leaves_late": not device.host_addressable}
+    units, prefetch_bytes = unit_pool(config, discovered, layouts, rules, room, **order)
     return replace(
         bare,
         placement=placement,

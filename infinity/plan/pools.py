@@ -44,6 +44,8 @@ _UNITS_READ_AHEAD = 2
 # The unit that computes, and its parent.
 _HELD = 2
 _UPDATED = 1
+_LEAVING = 1
+"""Buffers that units have left, and whose comparison with the tier is under way."""
 _AHEAD = 4
 """Number of units to prefetch by default: more if a block has more, fewer if the device has no room."""
 _SHARE = 2
@@ -96,13 +98,15 @@ def unit_pool(
     room: int | None = None,
     *,
     repeats: bool = False,
+    leaves_late: bool = False,
 ) -> tuple[PoolSpec, int]:
     """Return the pool of device buffers for units, and the bytes of units to prefetch.
 
     The buffers suffice for the units that nested modules hold at once, the next ones, those cached, and one whose
     update is being written, as long as units are used in their order or its reverse. repeats: the first units follow
-    the last, as in inference. room: bytes of the device for these buffers, the activations and everything else. By
-    default, buffers take at most half of it, but at least one unit is prefetched.
+    the last, as in inference. leaves_late: sizes with several buffers have one more, for a unit that is leaving. room:
+    bytes of the device for these buffers, the activations and everything else. By default, buffers take at most half
+    of it, but at least one unit is prefetched.
     """
     sizes = [layout.nbytes for layout in layouts]
     if policy.resident:
@@ -111,7 +115,7 @@ def unit_pool(
     beside = cached_bytes(config, layouts) // largest + _UPDATED
 
     def pool(ahead: Sequence[range]) -> PoolSpec:
-        return _unit_buffers(sizes, ahead, discovered, beside, repeats=repeats)
+        return _unit_buffers(sizes, ahead, discovered, beside, repeats=repeats, leaves_late=leaves_late)
 
     if asked != "auto":
         prefetch = max(int(asked), largest) if asked else 0  # a smaller budget would hold a buffer and never fill it
@@ -125,17 +129,40 @@ def unit_pool(
         count -= 1
 
 
-def least_unit_bytes(discovered: Discovered, layouts: Sequence[UnitLayout], *, repeats: bool = False) -> int:
+def least_unit_bytes(
+    discovered: Discovered, layouts: Sequence[UnitLayout], *, repeats: bool = False, leaves_late: bool = False
+) -> int:
     """Return the bytes of the pool of units if none is prefetched or cached."""
     sizes = [layout.nbytes for layout in layouts]
-    return _unit_buffers(sizes, list(_runs(sizes, 0)), discovered, _UPDATED, repeats=repeats).nbytes
+    ahead = list(_runs(sizes, 0))
+    return _unit_buffers(sizes, ahead, discovered, _UPDATED, repeats=repeats, leaves_late=leaves_late).nbytes
 
 
 def _unit_buffers(
-    sizes: Sequence[int], ahead: Sequence[range], discovered: Discovered, beside: int, *, repeats: bool
+    sizes: Sequence[int],
+    ahead: Sequence[range],
+    discovered: Discovered,
+    beside: int,
+    *,
+    repeats: bool,
+    leaves_late: bool,
 ) -> PoolSpec:
     together = _together(sizes, ahead, discovered.held_together, beside, repeats=repeats)
-    return PoolSpec(UNITS, TierKind.DEVICE, size_classes(sizes, _HELD + beside, together))
+    classes = size_classes(sizes, _HELD + beside, together)
+    return PoolSpec(UNITS, TierKind.DEVICE, _and_leaving(classes, sizes) if leaves_late else classes)
+
+
+def _and_leaving(classes: Mapping[int, int], sizes: Sequence[int]) -> dict[int, int]:
+    """Add a buffer to each class of several that has fewer than units [Note: who waits for a fingerprint].
+
+    The largest units, such as an embedding and a head, often have one buffer and leave it once a pass.
+    """
+    found, below = {}, 0
+    for size, count in sorted(classes.items()):
+        units = sum(below < each <= size for each in sizes)
+        found[size] = min(units, count + _LEAVING) if count > 1 else count
+        below = size
+    return found
 
 
 def _runs(sizes: list[int], nbytes: int) -> Iterator[range]:

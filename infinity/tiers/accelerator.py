@@ -19,6 +19,7 @@ from functools import cached_property, partial
 
 import torch
 
+from infinity.concurrency import now
 from infinity.inputs import number_of
 from infinity.native import cuda
 from infinity.observe.log import logger
@@ -43,10 +44,10 @@ class StreamTransfer:
 
     def wait(self) -> None:
         # Most transfers have ended when they are waited for, and a query needs no event that blocks.
-        if self._device.type == "cuda" and not self.event.query():
-            _sleep_until(self.event, self._device)
-        else:
+        if self._device.type != "cuda":
             self.event.synchronize()
+        elif not _ends_soon(self.event):
+            _sleep_until(self.event, self._device)
 
     def done(self) -> bool:
         return bool(self.event.query())
@@ -60,6 +61,19 @@ class _Waits(threading.local):
 
 
 _waits = _Waits()
+
+
+_POLLED = 25e-6
+"""Seconds for which a thread polls an event before it sleeps: less than the event, stream and interrupt of a sleep."""
+
+
+def _ends_soon(event: torch.Event) -> bool:
+    """Poll `event` for a short time. Returns whether it has ended."""
+    until = now() + _POLLED
+    while not event.query():
+        if now() >= until:
+            return False
+    return True
 
 
 def _sleep_until(event: torch.Event, device: torch.device) -> None:

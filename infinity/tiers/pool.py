@@ -196,6 +196,10 @@ class Pool:
         """Return the number of buffers, leased or free, in the size class of `nbytes`."""
         return self._counts[self.size_class(nbytes)]
 
+    def has_free(self, nbytes: int) -> bool:
+        """Return whether a buffer in the size class of `nbytes` is free. False while the pool is dismissed."""
+        return bool(self._free[self.size_class(nbytes)])
+
     def try_lease(self, nbytes: int) -> Lease | None:
         size = self.size_class(nbytes)
         with self._access:

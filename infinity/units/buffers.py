@@ -1,6 +1,10 @@
 """Assigns device buffers to units. A unit takes a free buffer, or that of the unit that is needed furthest in future.
 
 The rule is Belady's over the recorded trace, and least recently used while there is none (`Schedule.victims`).
+
+A device compares a buffer with its tier behind all compute issued so far. So an eviction has two phases there: the
+comparison starts at one use of a unit, and is collected at a later one, when another unit gets the buffer. Nothing
+changes the buffer meanwhile, since its parameters are placeholders and no view is alive.
 """
 
 from __future__ import annotations
@@ -8,14 +12,30 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from infinity.errors import InfinityError
 from infinity.schedule.schedule import Schedule
 from infinity.tiers.pool import Lease, Pool
+from infinity.units.kept import EditCheck
 from infinity.units.unit import Residency, Unit
+from infinity.update.job import UpdateProgress
 
 EXTRA = 2
 """Buffers of a size that may be made while others hold those of the plan, which expects units in their order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Leaving:
+    """A buffer that `unit` has left. It is released once `check` is collected."""
+
+    unit: Unit
+    lease: Lease
+    check: EditCheck
+    update: UpdateProgress | None
+    """The update that brings an edit of the buffer to the tier; None: an edit has to be written."""
+    in_backward: bool
+    """True if the unit left in a backward that must not edit parameters."""
 
 
 class UnitBuffers:
@@ -29,6 +49,8 @@ class UnitBuffers:
         """Size of each unit's buffer in bytes, by unit index."""
         self._leased: dict[int, Unit] = {}
         """index → unit, for units with a leased buffer."""
+        self._leaving: dict[int, Leaving] = {}
+        """index → the buffer that the unit has left, the first one first."""
         self._granted: Counter[int] = Counter()
         """Size → buffers that may be made besides `EXTRA`."""
 
@@ -48,6 +70,27 @@ class UnitBuffers:
         """Remove and return the unit's lease."""
         del self._leased[unit.index]
         return unit.take_buffer()
+
+    def leave(self, unit: Unit, check: EditCheck, update: UpdateProgress | None, *, in_backward: bool) -> None:
+        """Take the unit's buffer, which is released once `check` is collected."""
+        self._leaving[unit.index] = Leaving(unit, self.take(unit), check, update, in_backward)
+
+    def left_by(self, unit: Unit) -> Leaving | None:
+        """Return the buffer that the unit has left, if its comparison was not collected."""
+        return self._leaving.get(unit.index)
+
+    def leaving(self, unit: Unit) -> Leaving | None:
+        """Return the first buffer of the unit's size that a unit has left."""
+        size = self._sizes[unit.index]
+        return next((each for index, each in self._leaving.items() if self._sizes[index] == size), None)
+
+    def all_leaving(self) -> list[Leaving]:
+        return list(self._leaving.values())
+
+    def release(self, leaving: Leaving) -> None:
+        """Give a collected buffer back to the pool."""
+        del self._leaving[leaving.unit.index]
+        leaving.lease.release()
 
     def exchange(self, unit: Unit) -> Lease:
         """Give a free buffer to a unit whose own was quarantined. Returns its lease.
@@ -80,6 +123,10 @@ class UnitBuffers:
     def free(self, unit: Unit) -> Lease | None:
         """Return a free buffer for the unit, or None if there is none."""
         return self._pool.try_lease(unit.layout.nbytes)
+
+    def is_short(self, unit: Unit) -> bool:
+        """Return whether no buffer of the unit's size is free or leaving."""
+        return not self._pool.has_free(unit.layout.nbytes) and self.leaving(unit) is None
 
     def extra(self, unit: Unit) -> Lease:
         """Return a buffer beside the planned ones, for a unit that is needed now, when all of its size are held.

@@ -28,9 +28,9 @@ from infinity.tiers.digests import Fingerprint
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE, Fingerprinted, Together, Transfer
 from infinity.units import binding, released, residents
-from infinity.units.buffers import UnitBuffers
+from infinity.units.buffers import Leaving, UnitBuffers
 from infinity.units.compiled import outside_modes
-from infinity.units.kept import EditChecks, KeptBuffers, edit_lost
+from infinity.units.kept import EditCheck, EditChecks, KeptBuffers, edit_lost
 from infinity.units.states import UnitStates
 from infinity.units.unit import Residency, Unit
 from infinity.update.job import PlacedUpdate, UpdateJob, UpdateProgress
@@ -135,6 +135,7 @@ class UnitStore:
         """Raise UsageError if a parameter was edited in the backward."""
         if self._finds_edits:
             for unit in self.units:
+                self._collect_left_by(unit)
                 if unit.residency is Residency.RESIDENT:
                     self._was_edited(unit)
                 elif unit.residency is Residency.RELEASED and self.kept.is_edited(unit):
@@ -159,7 +160,7 @@ class UnitStore:
     def lease(self, unit: Unit) -> Lease:
         """Return a buffer for a released unit that is needed now. Waits for updates and premature prefetches."""
         # A free buffer costs no eviction, so it comes before any victim [Note: why eviction follows Belady].
-        lease = self.buffers.free(unit)
+        lease = self._free(unit)
         if lease is not None:
             return lease
         for victim in self.buffers.by_cost(unit):
@@ -178,7 +179,7 @@ class UnitStore:
         """
         if unit.update is not None and not unit.update.done.done() and self._ranks.is_single:
             return None  # its update is under way in the tier alone
-        lease = self.buffers.free(unit)
+        lease = self._free(unit)
         if lease is not None:
             return lease
         # One victim is enough, since buffers of a size class are interchangeable.
@@ -187,12 +188,36 @@ class UnitStore:
             return self.buffers.free(unit)
         return None
 
+    def _free(self, unit: Unit) -> Lease | None:
+        """Return a buffer that is free, or that a unit has left: its comparison is collected first."""
+        # A free one first, so that a comparison is collected as late as possible.
+        lease = self.buffers.free(unit)
+        while lease is None and (leaving := self.buffers.leaving(unit)) is not None:
+            self._collect(leaving)
+            lease = self.buffers.free(unit)  # None: an extra buffer was freed instead
+        return lease
+
+    def evict_ahead(self) -> None:
+        """Start to evict the unit whose buffer the next fetch of the trace takes, on a device that compares late.
+
+        Ranks agree on it: it depends on the trace and on which buffers were left, not on what has ended.
+        """
+        if self._device.host_addressable:
+            return
+        coming = map(self.units.__getitem__, self._schedule.trace.upcoming())
+        unit = next((each for each in coming if each.residency is Residency.RELEASED), None)
+        if unit is not None and self.buffers.is_short(unit):
+            for victim in self.buffers.later_than(unit):
+                self._evict(victim)
+                return
+
     def assign(self, unit: Unit, lease: Lease) -> bool:
         """Assign a buffer to a released unit, before its fetch or its update.
 
         Returns True if the buffer already holds this rank's shard. An unsharded unit may be resident at once.
         """
         holds = False
+        self._collect_left_by(unit)  # its edit belongs in the tier, which is read next
         if unit.updated_early:  # backward may still read a buffer that was left to views: `_return_to_viewers`
             self.buffers.give(unit, lease)
         else:
@@ -274,11 +299,14 @@ class UnitStore:
         if self._states.reads_ahead:
             kept, released = self.kept, Residency.RELEASED
             # Their parameters are in their tier alone, with no write of them due. None is under way: a unit is evicted
-            # from its buffer after its writes, if the tier is not memory.
+            # from its buffer after its writes, if the tier is not memory. An edit is written when it is collected.
             self._states.read_ahead(
                 unit.layout
                 for unit in map(self.units.__getitem__, self._schedule.trace.upcoming())
-                if unit.residency is released and unit.due_update is None and unit not in kept
+                if unit.residency is released
+                and unit.due_update is None
+                and unit not in kept
+                and self.buffers.left_by(unit) is None
             )
 
     # -- update ------------------------------------------------------------------------------------------------------
@@ -294,7 +322,7 @@ class UnitStore:
         arrives: Transfer | None = None
         early, viewed, leaves = job.gradient is not None, False, False
         prepare: Callable[[], None] | None = None
-        checked: Transfer = DONE
+        check: EditCheck | None = None
         if unit.residency is Residency.RESIDENT:
             arrives = reached
             if early and unit.update is not None and unit.is_viewed():
@@ -304,7 +332,7 @@ class UnitStore:
             # Views may show the past until the unit is fetched into this buffer again [Note: kept views].
             if viewed:
                 self.kept.note_overwritten(unit)
-            prepare, checked = self._take_edit(unit, later=not viewed, is_draft=job.draft is not None)
+            prepare, check = self._take_edit(unit, later=not viewed, is_draft=job.draft is not None)
             self._leave(unit)
             leaves = early and self._is_rewritten_in_tier_only(unit)
             # Backward may still read through a view, so an early update gets a copy in another buffer.
@@ -331,12 +359,17 @@ class UnitStore:
         unit.begin_update(job.progress, early=early)
         # A buffer that is released at once gets no copy of the result: the next fetch reads the tier.
         target = None if leaves else unit.shard_bytes(self._ranks.shard_rank)
+        if leaves and check is not None:
+            unit.move(Residency.RELEASED)
+            self.buffers.leave(unit, check, job.progress, in_backward=False)
+        checked = DONE if check is None else check.copied
         return PlacedUpdate(job, target, arrives, reached, fetched, after, prepare, checked)
 
     def leave_if_unused(self, unit: Unit, *, in_tier_alone: bool) -> None:
         """Release the buffer of a unit whose submitted update does not use it. Warnings come last: they may raise."""
         if in_tier_alone:
-            self._drop(unit, valid=False)
+            if unit.lease is not None:  # else it is compared first
+                self._drop(unit, valid=False)
         elif unit in self.kept:
             self.kept.warn(unit)
 
@@ -348,7 +381,7 @@ class UnitStore:
         """
         if self._is_rewritten_in_tier_only(unit):
             with self.moving():
-                self._release(unit)
+                self._evict(unit)
 
     def take_back(self, unit: Unit, *, keeps_buffer: bool) -> None:
         """Note that the draft of a unit's update, which has ended, was taken back: → RELEASED.
@@ -363,12 +396,14 @@ class UnitStore:
             else:
                 self._drop(unit, valid=False)
 
-    def _take_edit(self, unit: Unit, *, later: bool, is_draft: bool) -> tuple[Callable[[], None] | None, Transfer]:
+    def _take_edit(
+        self, unit: Unit, *, later: bool, is_draft: bool
+    ) -> tuple[Callable[[], None] | None, EditCheck | None]:
         """Bring an edit of the buffer to the states that the next update starts from.
 
         is_draft: the edit must be in the tiers, since the draft may be taken back. later: nothing else uses the buffer
-        before. For an update that works in it, returns the function that does so in its own thread, in place of the
-        model's, and a transfer after which that does not wait for the device [Note: who waits for a fingerprint].
+        before. On a device, returns the function that does so in the thread of the update, in place of the model's, and
+        the comparison that it waits for [Note: who waits for a fingerprint].
         """
         # Data assigned to `.data` is an edit too, which the comparison below would not see outside of the buffer.
         binding.adopt_assigned(unit, self.recorder)
@@ -377,24 +412,26 @@ class UnitStore:
         in_tier = unit.index in self._in_tier
         is_written = in_tier or is_draft
         if unit.layout.dtype == torch.float32 and not is_written:
-            return None, DONE  # the update starts from the buffer, and there is no other copy of the values
-        layout, shard = unit.layout, unit.shard_bytes(self._ranks.shard_rank)
-        edited = self._edits.start(unit)
+            return None, None  # the update starts from the buffer, and there is no other copy of the values
+        assert unit.lease is not None
+        layout, lease, edited = unit.layout, unit.lease, self._edits.start(unit)
         # On the host the comparison is done when it returns, so nothing is gained by another thread.
-        later = later and not in_tier and not self._device.host_addressable
+        later = later and not self._device.host_addressable
 
         def take() -> None:
             if edited():
                 if not later:  # the job has waited for its gate; the present snapshot may be a commit that waits for it
                     self._await_snapshot(unit)
-                self._states.sync_masters_from_edit(layout, shard)
-                if is_written:
-                    self._states.write_back(layout, shard).wait()
+                shard = layout.shard_of(lease.tensor, self._ranks.shard_rank)  # here: an edited buffer is leased still
+                with self.recorder.wait("gather", "parameters"):
+                    self._states.sync_masters_from_edit(layout, shard)
+                    if is_written:
+                        self._states.write_back(layout, shard).wait()
 
         if later:
-            return take, edited.copied
+            return take, edited
         take()
-        return None, DONE
+        return None, None
 
     def _is_rewritten_in_tier_only(self, unit: Unit) -> bool:
         """Return whether the unit's buffer is released as its update starts, so that nothing is copied into it.
@@ -431,6 +468,7 @@ class UnitStore:
 
     def assign_for_update(self, unit: Unit) -> None:
         """Assign a buffer to a released unit, for an update that fills it."""
+        self._collect_left_by(unit)
         self._give(unit, self.lease(unit))
 
     def commit_steps(self) -> None:
@@ -495,13 +533,14 @@ class UnitStore:
             units = [unit for unit in self.units if unit.index not in self._held_back]
         with self.moving():
             for unit in units:
+                # Also before an update that is due: its commit would wait for it, and the edit for the commit.
+                self._collect_left_by(unit, updated=False)
                 # The update takes edits with it, or has taken them.
                 if unit.due_update is not None or unit.residency is Residency.UPDATING:
                     continue
                 if unit.residency is Residency.RESIDENT and self._was_edited(unit):
                     self.await_update(unit.update)
-                    self._write_back(unit)
-                    unit.note_fingerprint(self._fingerprint(unit))
+                    self._write_edit(unit)
                 elif unit.residency is Residency.RELEASED and self.kept.is_edited(unit):
                     self._write_kept(unit)
 
@@ -534,6 +573,8 @@ class UnitStore:
     def release_all(self) -> None:
         """Evict every unit and write edits back to its tier. No unit may be held."""
         with self.moving():
+            for leaving in self.buffers.all_leaving():
+                self._collect(leaving)
             for unit in self.units:
                 edited = self.kept.is_edited(unit)
                 if unit.lease is not None:
@@ -568,11 +609,46 @@ class UnitStore:
         if unit.residency is Residency.RESIDENT:
             # Most evictions write nothing: the buffer has the bytes of the tier [Note: edits without a version].
             if self._was_edited(unit):
-                self._write_back(unit)
-                unit.note_fingerprint(self._fingerprint(unit))
+                self._write_edit(unit)
             self._leave(unit)
             self._detach(unit)
         self._drop(unit)
+
+    def _evict(self, unit: Unit) -> None:
+        """Release the unit's buffer: → RELEASED. On a device, `_collect` completes it [Note: who waits for a
+        fingerprint].
+        """
+        if unit.residency is Residency.RESIDENT and not self._device.host_addressable:
+            self.await_update(unit.take_update())
+            binding.adopt_assigned(unit, self.recorder)
+            # Views may edit the buffer after the comparison, so they keep it.
+            if not unit.is_viewed():
+                check = self._edits.start(unit)
+                self._leave(unit)
+                binding.unbind(unit)
+                unit.move(Residency.RELEASED)
+                self.buffers.leave(unit, check, None, in_backward=self._finds_edits)
+                return
+        self._release(unit)
+
+    def _collect(self, leaving: Leaving) -> None:
+        """Wait for the comparison of a buffer that its unit has left, write an edit, and release the buffer."""
+        if leaving.check():
+            if leaving.in_backward:
+                self._refuse_edit(leaving.unit)
+            if leaving.update is None:
+                self._write_edit(leaving.unit, leaving.lease)
+            else:
+                self.await_update(leaving.update)  # it reads the edit from the buffer
+        self.buffers.release(leaving)
+
+    def _collect_left_by(self, unit: Unit, *, updated: bool = True) -> None:
+        """Collect the comparison of the buffer that the unit has left, if any. updated: also where an update takes the
+        edit.
+        """
+        leaving = self.buffers.left_by(unit)
+        if leaving is not None and (updated or leaving.update is None):
+            self._collect(leaving)
 
     def _detach(self, unit: Unit) -> None:
         """Detach the parameters from the unit's buffer."""
@@ -630,7 +706,8 @@ class UnitStore:
         """
         if self._give(unit, self.lease(unit)):
             unit.move(Residency.FETCHING)
-            self._write_back(unit)
+            assert unit.lease is not None
+            self._write_back(unit, unit.lease)
             unit.note_fingerprint(None)  # other ranks' shards may have changed too
             self._drop(unit)
         else:
@@ -665,11 +742,18 @@ class UnitStore:
             self.failure = error  # the edit can be written to no tier
             raise
 
-    def _write_back(self, unit: Unit) -> None:
+    def _write_edit(self, unit: Unit, lease: Lease | None = None) -> None:
+        """Write an edit of the unit's buffer, or of `lease`, which it has left, and note the fingerprint."""
+        lease = lease or unit.lease
+        assert lease is not None
+        self._write_back(unit, lease)
+        unit.note_fingerprint(self._device.fingerprint(lease.tensor))
+
+    def _write_back(self, unit: Unit, lease: Lease) -> None:
         """Write an edit of this rank's shard to its tier and its masters."""
         # A background save reads these states, and must see those of the step that it saves.
         self._await_snapshot(unit)
-        shard = unit.shard_bytes(self._ranks.shard_rank)
+        shard = unit.layout.shard_of(lease.tensor, self._ranks.shard_rank)
         with self.recorder.wait("gather", "parameters"):
             self._states.sync_masters_from_edit(unit.layout, shard)
             self._states.write_back(unit.layout, shard).wait()

@@ -226,8 +226,7 @@ class Unit:
     def shard_bytes(self, rank: int) -> torch.Tensor:
         """Return the shard of `rank` in the leased buffer: uint8 (shard_nbytes,)."""
         assert self.lease is not None
-        nbytes = self.layout.shard_nbytes
-        return self.lease.tensor[rank * nbytes : (rank + 1) * nbytes]
+        return self.layout.shard_of(self.lease.tensor, rank)
 
     def write_after(self, transfer: Transfer) -> None:
         """Let writes to the unit's tiers wait for `transfer` as well, and not happen if it fails."""

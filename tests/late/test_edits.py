@@ -53,6 +53,19 @@ def test_an_edit_before_an_update_is_found(lazy: None, param: str, optim: str, m
         assert_same(on_device(engine, device), expected)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("update", ["during_backward", "next_forward"])
+@pytest.mark.parametrize("param, optim", [("cpu", "cpu"), ("nvme", "nvme"), ("none", "cpu")])
+def test_an_edit_before_an_eviction_is_found(lazy: None, param: str, optim: str, update: str, bf16: bool) -> None:
+    """It is compared after the unit has left its buffer."""
+    options = {"bf16": bf16, "prefetch_bytes": 20_000, "update": update}
+    with open_engine(seeded(Edited), engine_config(**options)) as engine:
+        expected = Result(train(engine, BATCHES), parameters_of(engine))
+    device = LateAccelerator()
+    with open_engine(seeded(Edited), engine_config(param, optim, **options), device) as engine:
+        assert_same(on_device(engine, device), expected)
+
+
 @pytest.mark.parametrize("param, optim", [("nvme", "cpu"), ("none", "cpu")])
 def test_an_update_during_backward_does_not_make_the_model_wait(
     lazy: None, monkeypatch: pytest.MonkeyPatch, param: str, optim: str

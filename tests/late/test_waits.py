@@ -6,14 +6,17 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from infinity.observe.ledger import REASONS
+from infinity.config import Config
+from infinity.observe.ledger import REASONS, Waited
 from infinity.observe.recorder import Recorder
 from infinity.tiers.accelerator import StreamTransfer
+from infinity.tiers.nvme import Request
 from infinity.tiers.pool import Pool
 from infinity.tiers.transfer import Promise
 from late.device import LateAccelerator
@@ -29,6 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16, clipping, accumulation": {"bf16": True, "clip": 0.5, "accumulation": 2},
     "next forward": {"update": "next_forward"},
     "after backward": {"update": "after_backward"},
+    "fp16": {"fp16": {"enabled": True}},
+    "activations": {"activations": {"device": "cpu"}},
 }
 PLACEMENTS = [("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme")]
 
@@ -42,12 +47,13 @@ class Watch:
         self.is_on = False
         self._recorder = recorder
 
-    def on(self, owner: type, name: str, is_done: Callable[[Any], bool]) -> tuple[type, str, Any]:
-        """Return (owner, name, method) that watches a method which sleeps unless `is_done`."""
+    def on(self, owner: type, name: str, is_done: Callable[..., bool]) -> tuple[type, str, Any]:
+        """Return (owner, name, method) that watches a method which sleeps unless `is_done` of its arguments."""
         method = getattr(owner, name)
 
         def watched(this: Any, *arguments: Any, **more: Any) -> Any:
-            if self.is_on and not threading.current_thread().name.startswith("infinity-") and not is_done(this):
+            is_ours = self.is_on and not threading.current_thread().name.startswith("infinity-")
+            if is_ours and not is_done(this, *arguments, **more):
                 self.sleeps += 1
                 if not self._recorder.is_waiting:
                     self.uncounted.append("".join(traceback.format_stack(limit=8)))
@@ -60,6 +66,23 @@ def _is_passed(transfer: StreamTransfer) -> bool:
     return bool(transfer.event.query())
 
 
+def _is_here(tensor: torch.Tensor, *arguments: Any, **more: Any) -> bool:
+    """Return whether the host can read a tensor without a wait for the device."""
+    return tensor.device.type != "late"
+
+
+def _stays(tensor: torch.Tensor, *arguments: Any, **more: Any) -> bool:
+    return tensor.device.type != "late" or not any(each in ("cpu", torch.device("cpu")) for each in arguments)
+
+
+def _is_issued(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> bool:
+    return non_blocking or not target.is_cpu or source.device.type != "late"
+
+
+READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__")
+"""Methods of a tensor whose result is in host memory."""
+
+
 @pytest.fixture
 def device() -> LateAccelerator:
     return LateAccelerator()
@@ -70,9 +93,16 @@ def watch(device: LateAccelerator, monkeypatch: pytest.MonkeyPatch) -> Watch:
     found = Watch(device.recorder)
     monkeypatch.setattr(*found.on(StreamTransfer, "wait", _is_passed))
     monkeypatch.setattr(*found.on(Promise, "issued", lambda promise: promise._done))
-    monkeypatch.setattr(*found.on(Pool, "_wait", lambda pool: False))
-    monkeypatch.setattr(*found.on(Future, "result", Future.done))
-    monkeypatch.setattr(*found.on(Future, "exception", Future.done))
+    monkeypatch.setattr(*found.on(Pool, "_wait", lambda *arguments: False))
+    monkeypatch.setattr(*found.on(Future, "result", lambda future, *arguments: future.done()))
+    monkeypatch.setattr(*found.on(Future, "exception", lambda future, *arguments: future.done()))
+    monkeypatch.setattr(*found.on(Request, "wait", Request.done))
+    monkeypatch.setattr(*found.on(threading.Condition, "wait", lambda condition, timeout=None: timeout == 0))
+    monkeypatch.setattr(*found.on(threading.Thread, "join", lambda thread, *arguments: not thread.is_alive()))
+    for name in READS:
+        monkeypatch.setattr(*found.on(torch.Tensor, name, _is_here))
+    monkeypatch.setattr(*found.on(torch.Tensor, "to", _stays))
+    monkeypatch.setattr(*found.on(torch.Tensor, "copy_", _is_issued))
     return found
 
 
@@ -82,7 +112,15 @@ def test_every_sleep_of_a_step_is_counted(
     lazy: None, device: LateAccelerator, watch: Watch, param: str, optim: str, case: str
 ) -> None:
     config = engine_config(param, optim, prefetch_bytes=20_000, **CASES[case])
-    with open_engine(seeded(Stack), config, device) as engine:
+    waits = watched_steps(seeded(Stack), config, device, watch)
+    assert set(waits) <= set(REASONS)
+    if param != "none":
+        assert watch.sleeps > 0
+
+
+def watched_steps(model: torch.nn.Module, config: Config, device: LateAccelerator, watch: Watch) -> dict[str, Waited]:
+    """Train, and fail if a sleep was not counted. Returns the waits by reason."""
+    with open_engine(model, config, device) as engine:
         for number, batch in enumerate(token_batches(8)):
             here = [part.to(device.torch_device) for part in batch]
             watch.is_on = number >= 2  # the first steps allocate, and record the order of units
@@ -92,9 +130,35 @@ def test_every_sleep_of_a_step_is_counted(
         waits = engine.ledger.waits()
         torch.accelerator.synchronize()
     assert not watch.uncounted, watch.uncounted[0]
-    assert set(waits) <= set(REASONS)
-    if param != "none":
-        assert watch.sleeps > 0
+    return waits
+
+
+class Edited(Stack):
+    """Edits a block after each forward, in a way that has no version. views: also keeps a view of another one."""
+
+    def __init__(self, *, views: bool = False) -> None:
+        super().__init__()
+        self.blocks[2].register_forward_hook(self.edit)
+        self._views, self._kept = views, list[torch.Tensor]()
+
+    def edit(self, block: torch.nn.Module, *_: Any) -> None:
+        next(iter(block.parameters())).data.view(-1)[3:50].mul_(0.5)
+        if self._views and not self._kept:
+            self._kept.append(next(iter(self.blocks[1].parameters())).detach())
+
+
+@pytest.mark.parametrize("case", ["edits", "views", "reports"])
+@pytest.mark.parametrize("param, optim", [("cpu", "cpu"), ("nvme", "nvme")])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.filterwarnings("ignore:something still refers")
+def test_every_sleep_is_counted_with(
+    lazy: None, device: LateAccelerator, watch: Watch, tmp_path: Path, param: str, optim: str, bf16: bool, case: str
+) -> None:
+    config = engine_config(param, optim, prefetch_bytes=20_000, bf16=bf16)
+    if case == "reports":
+        monitor = config.csv_monitor.model_copy(update={"enabled": True, "output_path": str(tmp_path)})
+        config = config.model_copy(update={"steps_per_print": 1, "wall_clock_breakdown": True, "csv_monitor": monitor})
+    watched_steps(seeded(lambda: Edited(views=case == "views")), config, device, watch)
 
 
 def test_the_reason_of_an_eviction_is_the_compute_before_it(lazy: None, device: LateAccelerator) -> None:

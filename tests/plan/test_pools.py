@@ -125,6 +125,19 @@ def test_a_whole_block_fits_ahead() -> None:
     assert buffers == {4 * LINEAR: 1 + 3 + 1, 4 * NORM: 1 + 1 + 1}
 
 
+def test_one_more_of_each_size_is_leaving() -> None:
+    """A size with one buffer, or with one for each unit, has no more."""
+    config = Config.load({"train_batch_size": 1, "infinity": {"cache_bytes": 0}})
+    sizes = [64 * LINEAR, *[LINEAR] * 20, NORM, NORM, 64 * LINEAR]
+    members = [(Member(f"{number}", (size,), 0),) for number, size in enumerate(sizes)]
+    units = tuple(DiscoveredUnit(one[0].name, torch.float32, True, one) for one in members)
+    discovered = Discovered(units, frozenset(), frozenset())
+    given = config, discovered, lay_out(discovered, None, 1), policy(config, 1, RankInfo())
+    before, after = (dict(unit_pool(*given, leaves_late=late)[0].sizes) for late in (False, True))
+    assert after == {**before, 4 * LINEAR: before[4 * LINEAR] + 1}
+    assert before[256 * LINEAR] == 1 and before[4 * NORM] == 2
+
+
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_prefetch_is_spent_in_bytes(blocks: int) -> None:
     """Tiny units take no buffer of the units ahead."""

@@ -84,3 +84,17 @@ def test_a_cuda_event_that_has_happened_needs_no_sleep(calls: list[Any], monkeyp
     monkeypatch.setattr(Generic, "happened", True)
     StreamTransfer(SimpleNamespace(device=GPU)).wait()  # type: ignore[arg-type]
     assert "sleeps" not in calls
+
+
+def test_a_thread_polls_before_it_sleeps(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sleep costs an event, a stream and an interrupt."""
+    times = iter(range(1000))
+    monkeypatch.setattr(accelerator, "now", lambda: next(times) * accelerator._POLLED / 10)
+    transfer = StreamTransfer(SimpleNamespace(device=GPU))  # type: ignore[arg-type]
+    event: Any = transfer.event
+    monkeypatch.setattr(event, "query", lambda: next(times) > 7)
+    transfer.wait()
+    assert calls == []
+    monkeypatch.setattr(event, "query", lambda: False)
+    transfer.wait()
+    assert calls[-1] == "sleeps"

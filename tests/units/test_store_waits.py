@@ -55,6 +55,9 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, afte
 
     def end(pipeline: UpdatePipeline, placed: PlacedUpdate) -> None:
         afters.append(placed.after)
+        if placed.prepare is not None:
+            placed.after.wait()
+            placed.prepare()
         placed.job.progress.computed.keep(DONE)
         placed.job.progress.done.keep()
 
