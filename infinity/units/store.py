@@ -103,6 +103,9 @@ class UnitStore:
     def await_update(self, update: UpdateProgress | None) -> None:
         """Wait until an update is written. No-op for None."""
         if update is not None:
+            if update.done.done():
+                update.done.wait()  # raises its error
+                return
             with self.recorder.wait("update", "update"):
                 update.done.wait()
 
@@ -234,8 +237,11 @@ class UnitStore:
         assert transfer is not None
         unit.note_read(transfer)
         try:
-            with self.recorder.wait(lane, "parameters" if lane == "gather" else "update"):
+            if transfer.done():  # on the host nothing is waited for, which needs no record
                 self._device.await_copy(transfer)
+            else:
+                with self.recorder.wait(lane, "parameters" if lane == "gather" else "update"):
+                    self._device.await_copy(transfer)
         except BaseException:
             # The buffer is filled in part, so no view of it may be taken for the unit's values.
             self._drop(unit, valid=False)
@@ -297,10 +303,11 @@ class UnitStore:
         checked: Transfer = DONE
         if unit.residency is Residency.RESIDENT:
             arrives = reached
-            if early and unit.update is not None and unit.is_viewed():
+            viewed = unit.is_viewed()
+            if viewed and early and unit.update is not None:
                 with self.moving():
                     self.await_update(unit.update)  # its write refers to the buffer too
-            viewed = unit.is_viewed()
+                viewed = unit.is_viewed()
             # Views may show the past until the unit is fetched into this buffer again [Note: kept views].
             if viewed:
                 self.kept.note_overwritten(unit)
