@@ -76,6 +76,7 @@ class _Reference:
     """
     kind: type | None
     """The user's own subclass of Parameter; None for nn.Parameter."""
+    dtype: torch.dtype
     place: tuple[Sequence[int], Sequence[int], int]
     """Size, stride and offset in the buffer, as elements of `dtype`."""
     bits: tuple[bool, bool]

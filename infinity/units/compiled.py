@@ -244,7 +244,9 @@ def has_backward_hooks(model: nn.Module) -> bool:
         for module in model.modules():  # one walk, since it takes longer than the looks
             if module._backward_hooks or module._backward_pre_hooks:
                 return True
-            for parameter in filter(None.__ne__, module._parameters.values()):
+            for parameter in module._parameters.values():
+                if parameter is None:
+                    continue
                 if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > 1:
                     return True  # one is the engine's
     return False
