@@ -56,18 +56,8 @@ class _Reference:
     """
 
     __slots__ = (
-        "assigned",
-        "bits",
-        "dtype",
-        "fetcher",
-        "generation",
-        "kind",
-        "place",
-        "slot",
-        "spec",
-        "token",
-        "unit",
-        "version",
+        *("assigned", "conj", "dtype", "fetcher", "generation", "kind", "neg", "offset"),
+        *("size", "slot", "spec", "stride", "token", "unit", "version"),
     )
 
     assigned: int | None
@@ -77,10 +67,13 @@ class _Reference:
     kind: type | None
     """The user's own subclass of Parameter; None for nn.Parameter."""
     dtype: torch.dtype
-    place: tuple[Sequence[int], Sequence[int], int]
-    """Size, stride and offset in the buffer, as elements of `dtype`."""
-    bits: tuple[bool, bool]
-    """Lazy bits of the view, conj and neg, which its memory does not contain."""
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+    """In the buffer, in elements of `dtype`."""
+    conj: bool
+    neg: bool
+    """Lazy bits of the view, which its memory does not contain."""
 
     def __init__(self, saved: torch.Tensor, unit: Unit, fetcher: Fetcher, slot: int) -> None:
         """slot: of the parameter that `saved` is, or views."""
@@ -98,8 +91,9 @@ class _Reference:
         dtype, offset = values.dtype, int(values.storage_offset())
         slot = unit.layout.slot_at(offset * dtype.itemsize // unit.layout.dtype.itemsize)
         reference = cls(saved, unit, fetcher, slot)
-        reference.dtype, reference.place = dtype, (values.size(), values.stride(), offset)
-        reference.bits = values.is_conj(), values.is_neg()
+        reference.dtype, reference.offset = dtype, offset
+        reference.size, reference.stride = values.size(), values.stride()
+        reference.conj, reference.neg = values.is_conj(), values.is_neg()
         reference.kind, reference.assigned = None, unit.assignments[slot]
         return reference
 
@@ -108,7 +102,8 @@ class _Reference:
         """Return a reference to a parameter itself, for any type and any residency of its unit."""
         unit, kind = owner.unit, own_type(parameter)
         reference = cls(parameter, *owner)
-        reference.dtype, reference.place, reference.bits = unit.layout.dtype, unit.places[owner.slot], (False, False)
+        reference.dtype, reference.conj, reference.neg = unit.layout.dtype, False, False
+        reference.size, reference.stride, reference.offset = unit.places[owner.slot]
         reference.kind = None if kind is nn.Parameter or reference.spec is not None else kind
         reference.assigned = None
         return reference
@@ -148,12 +143,11 @@ class _Reference:
             whole = unit.lease.flat(unit.layout.dtype)
             if self.dtype != unit.layout.dtype:
                 whole = whole.view(self.dtype)
-            found = whole.as_strided(*self.place)
+            found = whole.as_strided(self.size, self.stride, self.offset)
             # Lazy bits are properties of the view, which as_strided does not restore.
-            conj, neg = self.bits
-            if conj:
+            if self.conj:
                 found = found.conj()
-            if neg:
+            if self.neg:
                 found = torch._neg_view(found)
             if self.kind is not None:
                 found = found.as_subclass(self.kind)
