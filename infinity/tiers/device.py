@@ -141,6 +141,10 @@ class Device(ABC):
         """Pin bytes [start, stop) of `memory`, an unpinned `host_buffer`, if that is useful. ranges: ascending."""
 
 
+_PAST_CACHES = 4 << 20
+"""Bytes from which `_adam.copy` writes past the caches."""
+
+
 class CpuDevice(Device):
     """Device whose memory is the host's."""
 
@@ -152,7 +156,16 @@ class CpuDevice(Device):
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
         with self.recorder.copy("", destination.nbytes):
-            destination.copy_(source)
+            nbytes, addresses = destination.numel(), (source.data_ptr(), destination.data_ptr())
+            # Past the caches, a copy takes little more than half of the time of torch's.
+            if (
+                nbytes >= _PAST_CACHES
+                and not (nbytes | addresses[0] | addresses[1]) % 8
+                and source.dtype == torch.uint8
+            ):
+                _adam.copy(*addresses, nbytes)
+            else:
+                destination.copy_(source)
         return DONE
 
     def copy_parameters(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
