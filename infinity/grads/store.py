@@ -29,17 +29,11 @@ from infinity.update.kernels import squared_norm
 _Result = TypeVar("_Result")
 
 
-class _CarriedOut(Future[_Result]):
-    """The finished future of `work`, which the constructor runs in the calling thread. Nobody can wait for it, so it
-    lacks what a wait needs: a lock, a condition and callbacks.
-    """
+class _Finished(Future[_Result]):
+    """A finished future. Nobody waits for it, so it lacks what a wait needs: a lock, a condition and callbacks."""
 
-    def __init__(self, work: Callable[..., _Result], *arguments: Any) -> None:
-        self._error: BaseException | None = None
-        try:
-            self._value = work(*arguments)
-        except Exception as error:  # noqa: BLE001 - raised by `result`
-            self._error = error
+    def __init__(self, value: Any, error: BaseException | None = None) -> None:
+        self._value, self._error = value, error
 
     def done(self) -> bool:
         return True
@@ -50,10 +44,18 @@ class _CarriedOut(Future[_Result]):
                 raise self._error
             finally:
                 del self  # breaks the cycle error -> frame -> self
-        return self._value
+        return self._value  # type: ignore[no-any-return]
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         return self._error
+
+
+def _carried_out(work: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
+    """Run `work` in the calling thread and return a finished future with its result or exception."""
+    try:
+        return _Finished(work(*arguments))
+    except Exception as error:  # noqa: BLE001 - raised by the waiter
+        return _Finished(None, error)
 
 
 def _finish(stored: Transfer, gradient: Gradient) -> None:
@@ -133,7 +135,7 @@ class GradStore:
         """
         unit, places = sent.unit, self._places
         small = unit.layout.shard_numel <= INLINE and self._ranks.is_single and places.device.host_addressable
-        return _CarriedOut if small and (not uses_tier or places.tier_of(unit).immediate) else self._mover.submit
+        return _carried_out if small and (not uses_tier or places.tier_of(unit).immediate) else self._mover.submit
 
     # -- the threads -------------------------------------------------------------------------------------------------
 
@@ -181,7 +183,7 @@ class GradStore:
         aligned.copy_(shard.view(torch.uint8))
         self._places.tier_of(unit).write(self._places.extent_of(unit), aligned).wait()
         total = squared_norm(shard, unit.layout.parts(self._ranks.shard_rank))
-        self._squares[unit.index] = _CarriedOut(Squares, total)
+        self._squares[unit.index] = _carried_out(Squares, total)
         self._unsummed.pop(unit.index, None)
 
     # -- the step ----------------------------------------------------------------------------------------------------

@@ -60,26 +60,25 @@ class _Reference:
         *("size", "slot", "spec", "stride", "token", "unit", "version"),
     )
 
-    assigned: int | None
-    """Count of `.data` assignments to the parameter when it was saved. None: the parameter itself was saved, and data
-    assigned later is used.
-    """
-    kind: type | None
-    """The user's own subclass of Parameter; None for nn.Parameter."""
-    dtype: torch.dtype
-    size: Sequence[int]
-    stride: Sequence[int]
-    offset: int
-    """In the buffer, in elements of `dtype`."""
-    conj: bool
-    neg: bool
-    """Lazy bits of the view, which its memory does not contain."""
-
-    def __init__(self, saved: torch.Tensor, unit: Unit, fetcher: Fetcher, slot: int) -> None:
-        """slot: of the parameter that `saved` is, or views."""
-        self.unit, self.fetcher, self.slot = unit, fetcher, slot
+    def __init__(
+        self,
+        saved: torch.Tensor,
+        owner: tuple[Unit, Fetcher, int],
+        place: tuple[torch.dtype, Sequence[int], Sequence[int], int, bool, bool],
+        kind: type | None,
+        assigned: int | None,
+    ) -> None:
+        """owner: unit, what fetches it, and slot of the parameter that `saved` is, or views. place: dtype, size, stride
+        and offset in the buffer, in elements of the dtype, and the lazy bits of the view, which its memory does not
+        contain (conj, neg). kind: the user's own subclass of Parameter; None for nn.Parameter. assigned: count of
+        `.data` assignments to the parameter; None: `saved` is the parameter, and data assigned later is used.
+        """
+        self.unit, self.fetcher, self.slot = unit, _, slot = owner
+        self.dtype, self.size, self.stride, self.offset, self.conj, self.neg = place
         self.spec = spec_of(saved)
+        self.kind = None if self.spec is not None else kind
         self.generation = unit.generation
+        self.assigned = assigned
         self.version: int | None = version_of(unit.parameters[slot])
         """Version of the parameter when it was saved; None: backward may use values edited later."""
         self.token = unit.token
@@ -87,26 +86,18 @@ class _Reference:
     @classmethod
     def to_view(cls, saved: torch.Tensor, unit: Unit, fetcher: Fetcher) -> _Reference:
         """Return a reference to a tensor that views a unit's buffer."""
-        values = local(saved)
-        dtype, offset = values.dtype, int(values.storage_offset())
+        tensor = local(saved)
+        dtype, offset = tensor.dtype, int(tensor.storage_offset())
         slot = unit.layout.slot_at(offset * dtype.itemsize // unit.layout.dtype.itemsize)
-        reference = cls(saved, unit, fetcher, slot)
-        reference.dtype, reference.offset = dtype, offset
-        reference.size, reference.stride = values.size(), values.stride()
-        reference.conj, reference.neg = values.is_conj(), values.is_neg()
-        reference.kind, reference.assigned = None, unit.assignments[slot]
-        return reference
+        place = dtype, tensor.size(), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg()
+        return cls(saved, (unit, fetcher, slot), place, None, unit.assignments[slot])
 
     @classmethod
     def to_parameter(cls, parameter: torch.Tensor, owner: Owner) -> _Reference:
         """Return a reference to a parameter itself, for any type and any residency of its unit."""
-        unit, kind = owner.unit, own_type(parameter)
-        reference = cls(parameter, *owner)
-        reference.dtype, reference.conj, reference.neg = unit.layout.dtype, False, False
-        reference.size, reference.stride, reference.offset = unit.places[owner.slot]
-        reference.kind = None if kind is nn.Parameter or reference.spec is not None else kind
-        reference.assigned = None
-        return reference
+        kind = own_type(parameter)
+        place = owner.unit.layout.dtype, *owner.unit.places[owner.slot], False, False
+        return cls(parameter, owner, place, None if kind is nn.Parameter else kind, None)
 
     def allow_edits(self) -> None:
         """Let backward use values of the parameter that are edited later."""
