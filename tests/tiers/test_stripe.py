@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from infinity.errors import OutOfSpaceError, StorageError
-from infinity.plan.io import LARGEST_CHUNK, SMALLEST_CHUNK, ranges, shares, stripe_chunk
+from infinity.plan.io import LARGEST_CHUNK, LONGEST_STRIPE, SMALLEST_CHUNK, Stripe, stripe_chunk, weights_of
 from infinity.tiers import files
 from infinity.tiers.files import SwapFile, open_swap_files
 from infinity.tiers.io import open_engine
@@ -52,37 +52,104 @@ def test_a_chunk_is_a_piece_within_bounds(block_size: int) -> None:
         assert chunk == block_size
 
 
-@given(st.integers(1, 10_000_000), st.integers(1, 16).map(lambda n: n * CHUNK), st.integers(1, 5))
-def test_shares_are_what_the_chunks_need(nbytes: int, chunk: int, paths: int) -> None:
-    needed = [0] * paths
+WEIGHTS = st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any).map(tuple)
+
+
+@given(st.integers(1, 5))
+def test_equal_weights_are_round_robin(files: int) -> None:
+    assert Stripe(CHUNK, (1,) * files).order == tuple(range(files))
+    assert Stripe(CHUNK, (3,) * files).order == tuple(range(files)) * 3
+
+
+def test_chunks_of_a_file_are_spread_evenly() -> None:
+    assert Stripe(CHUNK, (3, 1)).order == (0, 0, 1, 0)
+    assert Stripe(CHUNK, (1, 3, 2)).order == (1, 2, 0, 1, 2, 1)
+
+
+@given(st.integers(1, 10_000_000), st.integers(1, 16).map(lambda n: n * CHUNK), WEIGHTS)
+def test_sizes_are_what_the_chunks_need(nbytes: int, chunk: int, weights: tuple[int, ...]) -> None:
+    """A file has its share of the chunks, within one stripe."""
+    stripe = Stripe(chunk, weights)
+    needed = [0] * len(weights)
     for number in range(-(-nbytes // chunk)):
-        needed[number % paths] += chunk
-    assert shares(nbytes, chunk, paths) == [max(share, chunk) for share in needed]
+        needed[stripe.order[number % len(stripe.order)]] += chunk
+    assert stripe.sizes(nbytes) == [max(each, chunk) for each in needed]
+    for each, weight in zip(needed, weights, strict=True):
+        assert abs(each - nbytes * weight / sum(weights)) <= chunk * weight
 
 
-@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 4), st.integers(1, 5))
-def test_ranges_are_the_bytes_of_each_file(offset: int, nbytes: int, chunk: int, paths: int) -> None:
-    held: list[list[int]] = [[] for _ in range(paths)]
-    for byte in range(offset, offset + nbytes):
-        held[byte // chunk % paths].append(byte // chunk // paths * chunk + byte % chunk)
-    assert [list(range(*part)) for part in ranges(offset, nbytes, chunk, paths)] == held
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 4), WEIGHTS)
+def test_every_byte_has_one_place(offset: int, nbytes: int, chunk: int, weights: tuple[int, ...]) -> None:
+    """Pieces and ranges agree with a count of the chunks, and no two bytes share a place."""
+    stripe = Stripe(chunk, weights)
+    places, ends = [], [0] * len(weights)
+    for start in range(0, offset + nbytes, chunk):
+        file = stripe.order[start // chunk % len(stripe.order)]
+        places += [(file, ends[file] + byte) for byte in range(chunk)]
+        ends[file] += chunk
+    wanted = places[offset : offset + nbytes]
+    assert len({*places}) == len(places)
+    pieces = list(stripe.pieces(offset, nbytes))
+    assert [(file, start + byte) for file, start, length in pieces for byte in range(length)] == wanted
+    for file, (start, stop) in enumerate(stripe.ranges(offset, nbytes)):
+        assert list(range(start, stop)) == [byte for where, byte in wanted if where == file]
+
+
+SPEEDS = st.lists(st.floats(1e6, 1e10), min_size=1, max_size=6)
+
+
+@given(SPEEDS, st.data())
+def test_weights_follow_speeds_and_room(speeds: list[float], data: st.DataObject) -> None:
+    """A stripe by speed is at most as much slower than round robin as measurements vary, and keeps the limits."""
+    limits = data.draw(st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0]), min_size=len(speeds), max_size=len(speeds)))
+    free = weights_of(speeds, [1.0] * len(speeds))
+    assert sum(free) <= LONGEST_STRIPE and min(free) >= 0
+    assert _rate(free, speeds) >= 0.89 * _rate((1,) * len(speeds), speeds)
+    tight = weights_of(speeds, limits)
+    if tight != (1,) * len(speeds):
+        assert all(weight <= sum(tight) * limit for weight, limit in zip(tight, limits, strict=True))
+
+
+def _rate(weights: Sequence[int], speeds: Sequence[float]) -> float:
+    return sum(weights) / max(weight / speed for weight, speed in zip(weights, speeds, strict=True))
+
+
+@given(st.lists(st.floats(0.8, 1.0), min_size=1, max_size=6), st.floats(1e6, 1e10))
+def test_similar_speeds_are_round_robin(parts: list[float], fastest: float) -> None:
+    assert weights_of([part * fastest for part in [*parts, 1.0]], [1.0] * (len(parts) + 1)) == (1,) * (len(parts) + 1)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "limits", "weights"),
+    [
+        ((3, 1), (1, 1), (3, 1)),
+        ((3.2, 1), (1, 1), (3, 1)),
+        ((1, 2, 3), (1, 1, 1), (1, 2, 3)),
+        ((100, 1), (1, 1), (1, 0)),  # with a chunk in each stripe, the second drive would be the limit
+        ((3, 1), (0.5, 1), (1, 1)),
+        ((3, 1), (0.2, 1), (1, 4)),
+        ((1, 1), (0.25, 1), (1, 3)),
+        ((1, 1), (0, 1), (0, 1)),
+        ((3, 1), (0.2, 0.2), (1, 1)),  # nothing fits, which is an error of the file
+    ],
+)
+def test_weights_of_speeds(speeds: Sequence[float], limits: Sequence[float], weights: tuple[int, ...]) -> None:
+    assert weights_of(speeds, limits) == weights
 
 
 class Model:
-    """A model of a striped file: byte o is in member (o // chunk) % n at the offset in the map."""
+    """A model of a striped file: each member has its chunks of the whole, one after the other."""
 
-    def __init__(self, nbytes: int, members: int) -> None:
-        self.members = members
+    def __init__(self, nbytes: int, order: Sequence[int]) -> None:
+        self.order = order
         self.data = bytearray(nbytes)
 
     def member(self, number: int, size: int) -> bytes:
-        held = bytearray(size)
+        held = bytearray()
         for offset in range(0, len(self.data), CHUNK):
-            if offset // CHUNK % self.members == number:
-                piece = self.data[offset : offset + CHUNK]
-                place = offset // CHUNK // self.members * CHUNK
-                held[place : place + len(piece)] = piece
-        return bytes(held)
+            if self.order[offset // CHUNK % len(self.order)] == number:
+                held += self.data[offset : offset + CHUNK]
+        return bytes(held).ljust(size, b"\0")
 
 
 def member_bytes(swap: SwapFile) -> list[bytes]:
@@ -98,7 +165,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 9 * CHUNK), st.integers(1, 4 * CHUNK)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ranges=RANGES,
-    members=st.integers(1, 4),
+    weights=st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple),
     threads=st.integers(1, 3),
     block_size=st.sampled_from([4096, 20_480, CHUNK, 4 * CHUNK]),
     shift=st.sampled_from([0, 0, 100]),
@@ -106,18 +173,19 @@ RANGES = st.lists(st.tuples(st.integers(0, 9 * CHUNK), st.integers(1, 4 * CHUNK)
 def test_every_byte_is_where_the_map_says(
     tmp_path: Path,
     ranges: list[tuple[int, int]],
-    members: int,
+    weights: tuple[int, ...],
     threads: int,
     block_size: int,
     shift: int,
 ) -> None:
     """Aligned and unaligned requests of every length, against the model; `shift` bytes of memory are skipped."""
     nbytes = 13 * CHUNK
-    model = Model(nbytes, members)
+    members = len(weights)
+    model = Model(nbytes, Stripe(CHUNK, weights).order)
     memory = host_tensor(nbytes + 4096)
     at = memory[shift:]
     with (
-        open_swap_files([tmp_path] * members, nbytes, name="x", chunk=CHUNK) as swap,
+        open_swap_files([tmp_path] * members, nbytes, name="x", chunk=CHUNK, weights=weights) as swap,
         open_engine(block_size=block_size, queue_depth=4, threads=threads) as engine,
     ):
         for number, (offset, length) in enumerate(ranges):
