@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +17,10 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from infinity.errors import OutOfSpaceError, StorageError
-from infinity.plan.io import LARGEST_CHUNK, LONGEST_STRIPE, SMALLEST_CHUNK, Stripe, stripe_chunk, weights_of
-from infinity.tiers import files
+from infinity.plan.io import LARGEST_CHUNK, LONGEST_STRIPE, SMALLEST_CHUNK, IoPlan, Stripe, stripe_chunk, weights_of
+from infinity.tiers import files, io as tier_io
 from infinity.tiers.files import SwapFile, open_swap_files
-from infinity.tiers.io import open_engine
+from infinity.tiers.io import engine_of, open_engine
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.nvme import NvmeTier
 from support.configs import engine_config
@@ -349,6 +351,92 @@ def test_a_second_path_that_is_small(tmp_path: Path, small_disk: Path) -> None:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
+def io_plan(folders: Sequence[Path], nbytes: int) -> IoPlan:
+    stripe = Stripe(CHUNK, (1,) * len(folders))
+    return IoPlan(tuple(folders), nbytes, 0, stripe, "auto", CHUNK, 32, len(folders), 0)
+
+
+class Throttled:
+    """An engine for two folders that takes `seconds` for each chunk of a folder in one direction."""
+
+    def __init__(self, io: IoPlan, read: Sequence[float], write: Sequence[float]) -> None:
+        self.engine = engine_of(io)
+        self.seconds = {"read": read, "write": write}
+        self.free = [0.0, 0.0]
+        """When each folder is done with all requests so far."""
+
+    def __enter__(self) -> Throttled:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.engine.close()
+
+    def read(self, file: Any, offset: int, address: int, nbytes: int) -> Any:
+        return self._start("read", file, offset, address, nbytes)
+
+    def write(self, file: Any, offset: int, address: int, nbytes: int) -> Any:
+        return self._start("write", file, offset, address, nbytes)
+
+    def _start(self, way: str, file: Any, offset: int, address: int, nbytes: int) -> Any:
+        assert nbytes == CHUNK
+        folder = offset // CHUNK % 2
+        until = self.free[folder] = max(self.free[folder], time.perf_counter()) + self.seconds[way][folder]
+        request = getattr(self.engine, way)(file, offset, address, nbytes)
+
+        def wait() -> int:
+            time.sleep(max(0.0, until - time.perf_counter()))
+            return int(request.wait())
+
+        return SimpleNamespace(wait=wait)
+
+
+@pytest.mark.parametrize(
+    ("write", "writes", "ratio"),
+    [((0.003, 0.009), True, 3), ((0.003, 0.003), True, 2), ((0.009, 0.003), False, 3)],
+    ids=["both", "reads only are slow", "only reads count"],
+)
+def test_a_throttled_file_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: tuple[float, float], writes: bool, ratio: float
+) -> None:
+    """The second folder reads at a third of the speed."""
+    monkeypatch.setattr(tier_io, "engine_of", lambda io: Throttled(io, (0.003, 0.009), write))
+    first, second = tier_io._speeds(io_plan(folders(tmp_path, 2), MB), writes=writes)
+    assert 0.8 * ratio < first / second < 1.25 * ratio
+    assert os.listdir(tmp_path / "disk0") == os.listdir(tmp_path / "disk1") == []
+
+
+def test_one_file_system_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_io, "_speeds", lambda *_, **__: pytest.fail("measured"))
+    io = io_plan(folders(tmp_path, 2), 1 << 30)
+    assert tier_io.striped_by_speed(io, 1) is io
+    missing = io_plan([tmp_path, tmp_path / "none"], 1 << 30)
+    assert tier_io.striped_by_speed(missing, 1) is missing
+
+
+def test_a_small_file_is_not_measured(tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_io, "_speeds", lambda *_, **__: pytest.fail("measured"))
+    io = io_plan([tmp_path, small_disk], (32 << 20) - 1)
+    assert tier_io.striped_by_speed(io, 1) is io
+
+
+@pytest.mark.parametrize(("ranks", "weights"), [(1, (11, 1)), (2, (23, 1)), (1000, (1, 0))])
+def test_a_folder_holds_no_more_than_its_room(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, weights: tuple[int, int]
+) -> None:
+    """The small one is the faster, and the file opens although round robin would not fit."""
+    monkeypatch.setattr(tier_io, "_speeds", lambda *_, **__: [1.0, 2.0])
+    io = io_plan([tmp_path, small_disk], 44 << 20)
+    assert tier_io.striped_by_speed(io, ranks).stripe.weights == weights
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*refuses direct I/O")
+        open_swap_files(io.folders, io.nbytes, name="x", chunk=CHUNK, weights=weights).close()
+
+
+def test_no_room_to_measure(tmp_path: Path, small_disk: Path) -> None:
+    io = io_plan([tmp_path, small_disk], 1 << 30)
+    assert tier_io.striped_by_speed(io, 1) is io
+
+
 def trained_on(paths: Sequence[Path], options: dict[str, Any], device: LateDevice | None = None) -> Result:
     config = engine_config(folder=paths, prefetch_bytes=20_000, **options)
     with open_training(seeded(Stack), config, device) as engine:
@@ -377,8 +465,16 @@ def test_training_is_the_same(tmp_path: Path, options: dict[str, Any], late: boo
     assert_same(three, one)
 
 
-def test_training_on_two_file_systems(tmp_path: Path, small_disk: Path) -> None:
+@pytest.mark.parametrize("shares", ["auto", "equal", [3, 1]], ids=str)
+def test_training_on_two_file_systems(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, shares: Any
+) -> None:
+    """Training is bit-identical for any shares; `auto` measures."""
+    measure = tier_io._speeds
+    monkeypatch.setattr(tier_io, "_MEASURED", 2 * CHUNK)
+    monkeypatch.setattr(tier_io, "_speeds", lambda io, writes: [1.0, 3.0] if all(measure(io, writes=writes)) else [])
     (first,) = folders(tmp_path, 1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*refuses direct I/O")
-        assert_same(trained_on([first, small_disk], {"aio": AIO}), trained_on([first], {"aio": AIO}))
+        two = trained_on([first, small_disk], {"aio": {**AIO, "shares": shares}})
+        assert_same(two, trained_on([first], {"aio": AIO}))
