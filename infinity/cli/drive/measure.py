@@ -160,8 +160,8 @@ class Bench:
             hint = "lower the block size, the queue depth or the number of threads"
             raise OutOfMemoryError("host memory", ring + PERIOD + longest, available_memory(), hint)
         with ExitStack() as undo:
-            weights = weights or _weights_by_speed(self.paths, self.nbytes, chunk, works[-1])
-            self._swap = open_swap_files(self.paths, self.nbytes, name="measurement", chunk=chunk, weights=weights)
+            self.weights = tuple(weights) or _weights_by_speed(self.paths, self.nbytes, chunk, works[-1])
+            self._swap = open_swap_files(self.paths, self.nbytes, name="measurement", chunk=chunk, weights=self.weights)
             undo.callback(self._swap.close)
             self.contents = Contents(self.nbytes, longest)
             self._ring = host_tensor(ring)
