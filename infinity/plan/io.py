@@ -93,19 +93,23 @@ class Stripe:
 LONGEST_STRIPE = 32
 """Chunks of a stripe whose weights are chosen by speed: each update's tile should use all files."""
 _ALIKE = 0.8
-"""Speeds that differ by less count as equal, since a short measurement varies by as much."""
+"""Speeds that differ by less are alike, since a short measurement varies by as much."""
 _NEAR = 0.9
 """Part of the best bandwidth that a shorter stripe may have."""
+
+
+def are_alike(speeds: Sequence[float]) -> bool:
+    return min(speeds) >= _ALIKE * max(speeds)
 
 
 def weights_of(speeds: Sequence[float], limits: Sequence[float]) -> tuple[int, ...]:
     """Return weights of a stripe for files of these speeds. limits: largest part of all bytes that each file can hold.
 
-    Equal speeds give equal weights. A file gets none only if it has no room, or if a single chunk in it would take
-    longer than `LONGEST_STRIPE` chunks in the others. If the limits allow no weights, they are equal.
+    Speeds that are alike give equal weights. A file gets none only if it has no room, or if a single chunk in it would
+    take longer than `LONGEST_STRIPE` chunks in the others. If the limits allow no weights, they are equal.
     """
     equal = (1,) * len(speeds)
-    if min(speeds) >= _ALIKE * max(speeds) and len(speeds) * min(limits) >= 1:
+    if are_alike(speeds) and len(speeds) * min(limits) >= 1:
         return equal
     found: dict[tuple[int, ...], float] = {}
     for total in range(1, max(LONGEST_STRIPE, 2 * len(speeds)) + 1):

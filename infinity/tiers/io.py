@@ -19,13 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from statistics import median
 
 import torch
 
 from infinity.errors import OutOfSpaceError, StorageError, UsageError
 from infinity.native import _aio
 from infinity.observe.log import logger
-from infinity.plan.io import IoPlan, weights_of
+from infinity.plan.io import IoPlan, are_alike, weights_of
 from infinity.tiers.files import alignment, open_direct, open_swap_files
 from infinity.tiers.memory import before_unmapping, host_tensor
 
@@ -60,9 +61,11 @@ def engine_of(io: IoPlan) -> _aio.Engine:
 
 _MEASURED = 16 << 20
 """Bytes of each folder that a measurement writes and reads, repeatedly."""
+_IN_FLIGHT = 4 << 20
 _SECONDS = 0.2
 """Of writing, and of reading. The kernel's throttle of a device lets a tenth of a second's bytes pass at once."""
-_IN_FLIGHT = 8
+_REPEATS = 5
+"""Measurements before speeds count as different: on a busy machine, a drive sometimes pauses for half a second."""
 
 
 def striped_by_speed(io: IoPlan, ranks: int, *, writes: bool = True) -> IoPlan:
@@ -89,10 +92,13 @@ def striped_by_speed(io: IoPlan, ranks: int, *, writes: bool = True) -> IoPlan:
 
 
 def _speeds(io: IoPlan, *, writes: bool) -> list[float]:
-    """Return the bytes per second of each folder while all are used: read, or the harmonic mean of both directions."""
+    """Return the relative speeds of the folders while all are used: of reads, or the harmonic mean of both directions.
+
+    They are alike if one measurement finds them so, else the medians of `_REPEATS`.
+    """
     folders, chunk = len(io.folders), io.stripe.chunk
     rows = _MEASURED // chunk
-    slots = min(_IN_FLIGHT, io.queue_depth, rows)
+    slots = min(_IN_FLIGHT // chunk, io.queue_depth, rows)
     memory = host_tensor(folders * slots * chunk)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the states' file repeats them
@@ -114,12 +120,17 @@ def _speeds(io: IoPlan, *, writes: bool) -> list[float]:
                 request.wait()
             return (time.perf_counter() - begin) / done, done
 
-        written = list(threads.map(lambda folder: move(engine.write, folder, rows), range(folders)))
-        # Space that was not written is read as zeros, without I/O.
-        read = list(
-            threads.map(lambda folder: move(engine.read, folder, min(rows, written[folder][1])), range(folders))
-        )
-    return [2 * chunk / ((w if writes else r) + r) for (w, _), (r, _) in zip(written, read, strict=True)]
+        found = []
+        for _ in range(_REPEATS):
+            written = list(threads.map(partial(move, engine.write), range(folders), [rows] * folders))
+            # Space that was not written is read as zeros, without I/O.
+            filled = [min(rows, number) for _, number in written]
+            read = list(threads.map(partial(move, engine.read), range(folders), filled))
+            speeds = [1 / ((w if writes else r) + r) for (w, _), (r, _) in zip(written, read, strict=True)]
+            found.append([speed / sum(speeds) for speed in speeds])
+            if are_alike(speeds):
+                return speeds
+    return [median(each) for each in zip(*found, strict=True)]
 
 
 def register(engine: _aio.Engine, memory: torch.Tensor) -> None:
