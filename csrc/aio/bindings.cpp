@@ -125,10 +125,10 @@ PYBIND11_MODULE(_aio, m) {
         .def_property_readonly("path", [](const File& file) { return fs_decode(file.path()); })
         .def_static(
             "striped",
-            [](const std::vector<std::shared_ptr<File>>& files, int64_t chunk) {
-                return std::make_shared<File>(files, chunk);
+            [](const std::vector<std::shared_ptr<File>>& files, int64_t chunk, const std::vector<int64_t>& order) {
+                return std::make_shared<File>(files, chunk, order);
             },
-            py::arg("files"), py::arg("chunk"))
+            py::arg("files"), py::arg("chunk"), py::arg("order") = std::vector<int64_t>{})
         .def("keep_checksums", &File::keep_checksums, py::arg("nbytes"), py::arg("block"))
         .def_property_readonly("checksums",
                                [](const File& file) {

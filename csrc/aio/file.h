@@ -37,13 +37,15 @@ struct Member {
     int fd(bool direct) const { return direct ? direct_fd : buffered_fd; }
 };
 
-// Bytes [c * chunk, (c + 1) * chunk) of a striped file are chunk c / n of member c % n. A file of one member is one
+// A stripe of a striped file has one chunk for each entry of `order`, the number of the member that holds it. A member
+// holds its chunks in their order, without gaps; one that is not in `order` holds none. A file of one member is one
 // chunk.
 class File {
   public:
     // Throws std::invalid_argument.
     File(int direct_fd, int buffered_fd, std::string path, int64_t alignment);
-    File(const std::vector<std::shared_ptr<File>>& files, int64_t chunk);
+    // order: empty: all members in turn.
+    File(const std::vector<std::shared_ptr<File>>& files, int64_t chunk, const std::vector<int64_t>& order);
 
     struct Place {
         size_t member;
@@ -53,11 +55,11 @@ class File {
     Place locate(uint64_t offset) const;
     // Returns how many of the bytes [0, offset) are in the member.
     uint64_t owned(size_t member, uint64_t offset) const;
-    // Returns the first byte at or after `offset` that is in the member.
+    // Returns the first byte at or after `offset` that is in the member; the largest number if there is none.
     uint64_t next_owned(size_t member, uint64_t offset) const;
 
     const std::vector<Member>& members() const { return members_; }
-    uint64_t stripe() const { return chunk_ * members_.size(); }
+    uint64_t stripe() const { return chunk_ * order_.size(); }
     bool has_direct() const { return direct_; }
     uint64_t alignment() const { return alignment_; }
     std::string path() const;  // of all members
@@ -67,8 +69,13 @@ class File {
     Checksums* checksums() const { return checksums_.get(); }
 
   private:
+    // Returns the bytes of the member in whole chunks before chunk number `chunk`.
+    uint64_t before(size_t member, uint64_t chunk) const;
+
     std::vector<Member> members_;
     uint64_t chunk_;
+    std::vector<size_t> order_{0};
+    std::vector<std::vector<uint64_t>> counts_;  // member, i → its chunks among the first i of a stripe
     uint64_t alignment_;
     bool direct_;
     std::unique_ptr<Checksums> checksums_;

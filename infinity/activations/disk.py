@@ -160,7 +160,8 @@ class DiskRoom:
         self._ranges.free(start, wanted, walls=(start, self._ranges.end))
 
     def _open(self, nbytes: int) -> SwapFile:
-        file = open_swap_files(self._io.folders, nbytes, name=self._name, chunk=self._io.chunk)
+        chunk, weights = self._io.stripe.chunk, self._io.stripe.weights
+        file = open_swap_files(self._io.folders, nbytes, name=self._name, chunk=chunk, weights=weights)
         if self._io.checksum_block:
             file.file.keep_checksums(file.nbytes, self._io.checksum_block)
         return file

@@ -129,7 +129,8 @@ def _compact(layout: Mapping[str, Any]) -> tuple[dict[str, Any], dict[int, list[
         extents.append([unit, state, end, end, nbytes])
         by_unit.setdefault(unit, []).append((State(state), end))
         end += aligned(nbytes)
-    return {**layout, "extents": extents, "folders": 1, "nbytes": end, "checksum_block": 0}, by_unit
+    kept = {key: value for key, value in layout.items() if key != "weights"}
+    return {**kept, "extents": extents, "folders": 1, "nbytes": end, "checksum_block": 0}, by_unit
 
 
 def check_space(folder: Path, nbytes: int) -> None:

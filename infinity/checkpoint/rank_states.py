@@ -19,7 +19,7 @@ from infinity.errors import CheckpointError, ChecksumError
 from infinity.native import _aio
 from infinity.optim.cpu_adam import join_master
 from infinity.plan.formats import MasterFormat, StateFormat, StateKind, state_format
-from infinity.plan.io import LARGEST_CHUNK, SMALLEST_CHUNK, pieces, shares
+from infinity.plan.io import LARGEST_CHUNK, SMALLEST_CHUNK, Stripe
 from infinity.plan.layout import SLOT_ALIGNMENT, Slot, UnitLayout
 from infinity.plan.placement import CALLED, State
 from infinity.rules import MomentFormat, RuleName
@@ -29,6 +29,8 @@ from infinity.tiers.io import open_engine
 from infinity.tiers.memory import host_tensor
 
 _MASTERS: tuple[MasterFormat, ...] = ("remainder", "fp32")
+_LONGEST_STRIPE = 4096
+"""Chunks that the native engine accepts."""
 _VERIFIED = 8 << 20
 """Bytes that are compared with checksums at once, a multiple of any block."""
 
@@ -100,8 +102,9 @@ class RankStates:
         """The first file, for messages."""
         with well_formed(paths[0]):
             self.units = [_unit(number, unit, layout["shards"]) for number, unit in enumerate(layout["units"])]
-            self._chunk, nbytes = int(layout["chunk"]), int(layout["nbytes"])
-            _require(SMALLEST_CHUNK <= self._chunk <= LARGEST_CHUNK and 0 < nbytes < 1 << 60, "the bytes of the file")
+            self._stripe, nbytes = stripe_of(layout), int(layout["nbytes"])
+            chunk = self._stripe.chunk
+            _require(SMALLEST_CHUNK <= chunk <= LARGEST_CHUNK and 0 < nbytes < 1 << 60, "the bytes of the file")
             _require(len(layout["extents"]) == len(slots), "the number of extents")
             self._block, self._checksums, self._digests = int(layout["checksum_block"]), checksums, digests
             _require(digests is None or len(digests) == len(slots), "the number of digests")
@@ -139,7 +142,7 @@ class RankStates:
 
     def ranges(self, start: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
         """Yield (file, byte in it, bytes) for bytes [start, start + nbytes), in order."""
-        return pieces(start, nbytes, self._chunk, len(self._paths))
+        return self._stripe.pieces(start, nbytes)
 
     def verify(self) -> None:
         """Read the states and compare their digests, if there are any. Raises CheckpointError."""
@@ -179,7 +182,7 @@ class RankStates:
             if direct >= 0:
                 stack.callback(os.close, direct)
             members.append(_aio.File(direct, fd, str(path), alignment()))
-        file = members[0] if len(members) == 1 else _aio.File.striped(members, self._chunk)
+        file = self._whole(members)
         engine = stack.enter_context(open_engine(block_size=LARGEST_CHUNK, queue_depth=8, threads=len(members)))
         buffer = host_tensor(PART_READ)
 
@@ -188,6 +191,9 @@ class RankStates:
             return buffer[:nbytes]
 
         return read
+
+    def _whole(self, members: Sequence[_aio.File]) -> _aio.File:
+        return members[0] if len(members) == 1 else _aio.File.striped(members, self._stripe.chunk, self._stripe.order)
 
     def compare(self) -> None:
         """Read the states and compare checksums, if the run keeps any.
@@ -198,7 +204,7 @@ class RankStates:
             return
         with ExitStack() as stack:
             members = [_aio.File(-1, _opened(path, stack), str(path)) for path in self._paths]
-            file = members[0] if len(members) == 1 else _aio.File.striped(members, self._chunk)
+            file = self._whole(members)
             file.keep_checksums(len(self._checksums) // 4 * self._block, self._block)
             file.restore_checksums(self._checksums)
             engine = stack.enter_context(open_engine(block_size=LARGEST_CHUNK, queue_depth=8, threads=1))
@@ -220,7 +226,7 @@ class RankStates:
         start = self.places[unit, state][0] + offset
         with ExitStack() as stack:
             files: dict[int, int] = {}
-            for member, place, nbytes in pieces(start, len(target), self._chunk, len(self._paths)):
+            for member, place, nbytes in self._stripe.pieces(start, len(target)):
                 if member not in files:
                     files[member] = _opened(self._paths[member], stack)
                 _read(files[member], target[:nbytes], place, self._paths[member])
@@ -281,8 +287,18 @@ class Shards:
 
 def file_sizes(layout: Mapping[str, Any]) -> list[int]:
     """Return the bytes of a rank's file in each folder."""
-    nbytes, folders = int(layout["nbytes"]), int(layout["folders"])
-    return [nbytes] if folders == 1 else shares(nbytes, int(layout["chunk"]), folders)
+    nbytes = int(layout["nbytes"])
+    return [nbytes] if layout["folders"] == 1 else stripe_of(layout).sizes(nbytes)
+
+
+def stripe_of(layout: Mapping[str, Any]) -> Stripe:
+    """Return the stripe of a layout. Raises ValueError if its weights are none."""
+    folders = int(layout["folders"])
+    _require(0 < folders <= _LONGEST_STRIPE, "the number of folders")
+    weights = tuple(layout.get("weights", (1,) * folders))
+    _require({*map(type, weights)} == {int} and len(weights) == folders, "the weights of the stripe")
+    _require(min(weights) >= 0 < sum(weights) <= _LONGEST_STRIPE, "the weights of the stripe")
+    return Stripe(int(layout["chunk"]), weights)
 
 
 def _settings(layout: Mapping[str, Any]) -> list[Any]:

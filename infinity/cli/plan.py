@@ -120,7 +120,7 @@ def run(flags: Flags) -> None:
         if flags.as_json:
             say_json(found.to_json())
         else:
-            say(*shown(found, machine))
+            say(*shown(found, machine), *_striping(config))
     raise typer.Exit(FAILED if found.needs.limits else 0)
 
 
@@ -238,6 +238,15 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
         )
     for line in found.advice:
         yield f"advice: {line}"
+
+
+def _striping(config: Config) -> Iterator[str]:
+    folders = len(config.zero_optimization.durable_paths)
+    if folders > 1 and config.aio.shares == "auto":
+        yield (
+            f"nvme is {folders} folders: a run measures their speeds and gives each its share (aio.shares); nothing is "
+            "measured here, where they count as one drive"
+        )
 
 
 def _moved(found: Prediction, seen: Simulation) -> Iterator[str]:

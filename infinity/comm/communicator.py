@@ -308,8 +308,11 @@ class Communicator:
             self._together(call, lambda: None)
 
     def shard(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a flat tensor: a view (numel / shards,)."""
-        length = flat.numel() // self.shards
+        """Return this rank's shard of a flat tensor: a view (numel / shards,), or `flat` itself."""
+        shards = self.shards
+        if shards == 1:
+            return flat
+        length = flat.numel() // shards
         return flat[self.shard_rank * length : (self.shard_rank + 1) * length]
 
     # Each returns the transfer that ends with it, on the thread's stream.

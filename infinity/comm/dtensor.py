@@ -47,6 +47,8 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's values of `tensor`, in the same memory."""
+    if type(tensor) in _PLAIN:  # the usual case, without a call
+        return tensor
     return tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
 
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 from infinity.sizes import parse_size
 
 _LONGEST_SHOWN = 60
+_LARGEST_SHARE = 64
 
 
 class Section(BaseModel):
@@ -100,6 +101,18 @@ def _folders(value: object) -> tuple[Path, ...]:
     return tuple(folders.values())
 
 
+def _shares(value: object) -> object:
+    if value in ("auto", "equal"):
+        return value
+    listed = value if isinstance(value, (list, tuple)) else [None]
+    if not listed or any(type(each) is not int or not 0 < each <= _LARGEST_SHARE for each in listed):
+        raise ValueError(
+            f'must be "auto", "equal" or a list of whole numbers from 1 to {_LARGEST_SHARE}, one for each folder, not '
+            f"{show(value)}"
+        )
+    return tuple(listed)
+
+
 ALIGNMENT = 4096
 """Alignment of direct I/O in bytes, and of update tiles in elements."""
 
@@ -134,3 +147,4 @@ SizeOrZeroOrAuto: TypeAlias = Annotated[Literal["auto"] | SizeOrZero, BeforeVali
 TileOrAuto: TypeAlias = Annotated[Literal["auto"] | Count, BeforeValidator(_tile_or_auto)]
 DType: TypeAlias = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_dtype)]
 Folders: TypeAlias = Annotated[tuple[Path, ...], BeforeValidator(_folders)]
+Shares: TypeAlias = Annotated[Literal["auto", "equal"] | tuple[int, ...], BeforeValidator(_shares)]

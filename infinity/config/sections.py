@@ -217,6 +217,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _each_folder_has_a_share(self) -> Config:
+        shares, folders = self.aio.shares, self.zero_optimization.durable_paths
+        if folders and not isinstance(shares, str) and len(shares) != len(folders):
+            raise ValueError(
+                f"aio.shares has {len(shares)} numbers for {len(folders)} folders in nvme_path: state one for each, in "
+                "their order"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _durable_states_need_a_folder(self) -> Config:
         if self.infinity.durable and not self.zero_optimization.durable_paths:
             raise ValueError(

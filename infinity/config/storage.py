@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from infinity.config.fields import Count, Folders, Section, Size, SizeOrAuto, Switch, Threads, aligned
+from infinity.config.fields import Count, Folders, Section, Shares, Size, SizeOrAuto, Switch, Threads, aligned
 
 
 class Offload(Section):
@@ -18,7 +18,7 @@ class Offload(Section):
 
     nvme_path: Folders | None = Field(default=None, validate_default=True)
     """Folder on a local disk for the files of device `nvme`, or a list of folders on several drives. States are striped
-    over the folders, so that the drives' bandwidths add up. Unused for other devices."""
+    over the folders, so that the drives' bandwidths add up (`aio.shares`). Unused for other devices."""
 
     pin_memory: Switch = True
     """Pin the host memory that a CUDA device copies: parameters and stored gradients, if this is true in one of the
@@ -122,6 +122,12 @@ class Aio(Section):
     engine: Literal["auto", "libaio", "io_uring"] = "auto"
     """Kernel interface of the requests. `libaio`: Linux AIO; `io_uring`: an error at start if the kernel forbids it;
     `auto`: the faster one that the kernel allows. `infinity report` shows the selected one."""
+
+    shares: Shares = "auto"
+    """Shares of the folders in `nvme_path`. `auto`: by their speeds, which a start measures if they are on different
+    file systems, in half a second, or about two if the speeds differ by more than 20 %; a folder with too little room
+    gets less. `equal`; or a list: with `[3, 1]`, the first folder has three quarters of the bytes. A durable run that is
+    resumed keeps its measured shares."""
 
     checksum: Switch = False
     """Keep a checksum of every written block in host memory, and verify every read. A block that does not match is read

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from infinity.config import Config
 
 _VERSION = 1
+_OF_WEIGHTS = 2
+"""Version of a manifest whose stripe has weights, which an older Infinity would read as round robin."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Manifest:
     def to_json(self) -> str:
         content: dict[str, Any] = {"layout": self.layout, "command": list(self.command), "folder": self.folder}
         content |= {"runs": self.runs, "has_commit": self.has_commit}
-        return json.dumps({"version": _VERSION, "crc32": crc32_of(content), **content}, indent=1)
+        version = _OF_WEIGHTS if "weights" in self.layout else _VERSION
+        return json.dumps({"version": version, "crc32": crc32_of(content), **content}, indent=1)
 
 
 def manifest_of(plan: Plan, config: Config, ranks: int) -> Manifest:
@@ -77,10 +80,12 @@ def manifest_of(plan: Plan, config: Config, ranks: int) -> Manifest:
             for each in plan.io.durable.extents
         ],
         "folders": len(plan.io.folders),
-        "chunk": plan.io.chunk,
+        "chunk": plan.io.stripe.chunk,
         "checksum_block": plan.io.checksum_block,
         "nbytes": plan.io.nbytes,
     }
+    if any(weight != 1 for weight in plan.io.stripe.weights):
+        layout["weights"] = plan.io.stripe.weights
     runs = tuple(os.path.abspath(folder / plan.io.durable.run) for folder in plan.io.folders)
     return Manifest(json.loads(json.dumps(layout)), _command(), _start_folder(), runs)
 
@@ -96,7 +101,7 @@ def read_manifest(path: Path) -> Manifest | None:
         version, crc32 = content.pop("version"), content.pop("crc32")
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None
-    if version != _VERSION:
+    if version not in (_VERSION, _OF_WEIGHTS):
         raise CheckpointError(f"{path} has format version {version}: use a newer Infinity")
     if crc32 != crc32_of(content) or not isinstance(content.get("layout"), dict):
         return None

@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from infinity.checkpoint.rank_states import stripe_of, well_formed
 from infinity.comm.communicator import Communicator
 from infinity.durable import folder as files
 from infinity.durable.choose import Source, check_layout, choose, digest, seen_by
-from infinity.durable.manifest import Manifest, manifest_of
+from infinity.durable.manifest import Manifest, manifest_of, read_manifest
 from infinity.durable.record import (
     CHECKSUMS,
     DIGESTS,
@@ -27,6 +28,7 @@ from infinity.durable.record import (
 )
 from infinity.errors import StorageError, UsageError
 from infinity.observe.log import logger
+from infinity.plan.io import IoPlan
 from infinity.plan.plan import Plan
 from infinity.tiers.digests import Digests
 from infinity.tiers.durable import DurableFiles
@@ -179,6 +181,19 @@ class DurableRun:
         if is_empty:
             for run in self.runs:
                 _remove_empty(run)
+
+
+def recorded_stripe(io: IoPlan, ranks: Communicator) -> IoPlan | None:
+    """Return a plan whose stripe is that of the newest generation of its run; None if there is none."""
+    if io.durable is None:
+        return None
+    run, rank = io.folders[0] / io.durable.run, ranks.model.number * ranks.size + ranks.rank
+    for folder in sorted(run.glob("[0-9]*"), reverse=True):
+        manifest = read_manifest(path := files.manifest_file(folder, rank))
+        if manifest is not None and manifest.layout.get("folders") == len(io.folders):
+            with well_formed(path):
+                return replace(io, stripe=replace(io.stripe, weights=stripe_of(manifest.layout).weights))
+    return None
 
 
 def open_run(plan: Plan, config: Config, ranks: Communicator) -> DurableRun:

@@ -51,6 +51,7 @@ def describe(plan: Plan) -> str:
             f"{counted(len(plan.units), 'unit')}, {total:,} parameters{ranks}; {purpose}",
             "this rank holds " + ", ".join(f"{show_bytes(held[tier])} on {tier}" for tier in TierKind) + passing,
             *_activations(plan),
+            *_stripe(plan),
             *_durable(plan),
             *_drafts(plan),
         ]
@@ -60,6 +61,12 @@ def describe(plan: Plan) -> str:
 def _activations(plan: Plan) -> Iterator[str]:
     if (moved := plan.activations) is not None:
         yield f"tensors saved for backward, from {show_bytes(moved.min_bytes)}: on {moved.tier}, beside these bytes"
+
+
+def _stripe(plan: Plan) -> Iterator[str]:
+    if plan.io is not None and len({*(weights := plan.io.stripe.weights)}) > 1:
+        shares = (f"{weight / sum(weights):.0%} in {f}" for weight, f in zip(weights, plan.io.folders, strict=True))
+        yield f"shares of nvme: {', '.join(shares)}"
 
 
 def _durable(plan: Plan) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from infinity.comm.communicator import Communicator
 from infinity.comm.groups import Group
 from infinity.construction.materialize import check_values, make_buffers
 from infinity.construction.stream_in import move_buffers, share_buffers, stream_in
-from infinity.durable.run import DurableRun, open_run
+from infinity.durable.run import DurableRun, open_run, recorded_stripe
 from infinity.plan.io import ActivationPlan
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
@@ -22,6 +23,7 @@ from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableFiles
+from infinity.tiers.io import striped_by_speed
 from infinity.tiers.open_tiers import open_tiers
 from infinity.units.discover import UnitParameters
 from infinity.units.states import UnitStates
@@ -44,6 +46,20 @@ class Platform:
         """Make the buffers of a model on the meta device, and check that all values exist or can be made."""
         make_buffers(model)
         check_values(model)
+
+    def striped(self, plan: Plan, config: Config, ranks: Communicator) -> Plan:
+        """Return a plan with the shares of folders: those that a durable run has recorded, else by measured speed."""
+        if config.aio.shares != "auto":
+            return plan
+        io, saved, writes = plan.io, plan.activations, plan.update is not None
+        if io is not None:
+            io = recorded_stripe(io, ranks) or striped_by_speed(io, ranks.local_size, writes=writes)
+        if saved is not None and (own := saved.io) is not None:
+            if io is not None and io.folders == own.folders:
+                saved = replace(saved, io=replace(own, stripe=io.stripe))
+            else:
+                saved = replace(saved, io=striped_by_speed(own, ranks.local_size))
+        return replace(plan, io=io, activations=saved)
 
     def open_run(self, plan: Plan, config: Config, ranks: Communicator) -> DurableRun | None:
         """Open the folder of durable states; None if the plan has none."""

@@ -143,6 +143,7 @@ def assemble(
     activations: ActivationStore | None = None
     run: DurableRun | None = None
     try:
+        plan = platform.striped(plan, config, ranks)
         run = platform.open_run(plan, config, ranks)
         rank, files = (ranks.rank, None) if run is None else (run.rank, run.files)
         tiers = platform.open_tiers(plan, device, rank, files)

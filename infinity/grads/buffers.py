@@ -59,7 +59,7 @@ class GradBuffers:
 
     def on_device(self, unit: Unit) -> bool:
         """Return whether the unit's gradient is stored and updated in a memory of the device's own."""
-        return self.tier_of(unit).kind.on_device and not self.device.host_addressable
+        return not self.device.host_addressable and self.tier_of(unit).kind.on_device
 
     def stored_in_place(self, unit: Unit) -> torch.Tensor | None:
         """Return the unit's stored shard as a view of the tier, (shard_numel,); None if it is not added in place."""

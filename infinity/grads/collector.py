@@ -148,6 +148,8 @@ class GradCollector:
         return opened
 
     def _lease(self, pool: Pool, nbytes: int) -> Lease:
+        if (lease := pool.try_lease(nbytes)) is not None:
+            return lease
         with self.places.device.recorder.wait("reduce", "gradients"):
             return pool.lease(nbytes)
 

@@ -29,14 +29,33 @@ from infinity.update.kernels import squared_norm
 _Result = TypeVar("_Result")
 
 
+class _Finished(Future[_Result]):
+    """A finished future. Nobody waits for it, so it lacks what a wait needs: a lock, a condition and callbacks."""
+
+    def __init__(self, value: Any, error: BaseException | None = None) -> None:
+        self._value, self._error = value, error
+
+    def done(self) -> bool:
+        return True
+
+    def result(self, timeout: float | None = None) -> _Result:
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                del self  # breaks the cycle error -> frame -> self
+        return self._value  # type: ignore[no-any-return]
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        return self._error
+
+
 def _carried_out(work: Callable[..., _Result], *arguments: Any) -> Future[_Result]:
     """Run `work` in the calling thread and return a finished future with its result or exception."""
-    future: Future[_Result] = concurrency.future()
     try:
-        future.set_result(work(*arguments))
+        return _Finished(work(*arguments))
     except Exception as error:  # noqa: BLE001 - raised by the waiter
-        future.set_exception(error)
-    return future
+        return _Finished(None, error)
 
 
 def _finish(stored: Transfer, gradient: Gradient) -> None:

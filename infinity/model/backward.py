@@ -222,7 +222,7 @@ class ComingGradients:
         task = torch._C._current_graph_task_id()
         gradients = of_unit.get(task)
         if gradients is None:
-            for ended in [other for other in of_unit if not self._backward.is_running(other)]:
+            for ended in [other for other in of_unit if not self._backward.is_running(other)] if of_unit else ():
                 del of_unit[ended]
             gradients = of_unit[task] = _InTask()
         gradients.arrived.add(slot)
@@ -253,6 +253,8 @@ class ComingGradients:
         task = torch._C._current_graph_task_id()
         of_unit = self._tasks.setdefault(unit.index, {})
         present = of_unit.setdefault(task, _InTask())
+        if len(of_unit) == 1:  # the usual case: no task runs inside of another
+            return self._backward.is_running(task) and self._is_expected(unit, present, True)
         return any(
             self._is_expected(unit, gradients, gradients is present)
             for other, gradients in of_unit.items()

@@ -11,7 +11,7 @@ Hooks disable PyTorch's check for in-place edits, so these repeat it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,68 +49,55 @@ def _is_checkpointing(hooks: tuple[_Pack, _Unpack] | None) -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", None) == torch.utils.checkpoint.__name__
 
 
-class _View(NamedTuple):
-    """How a tensor views the memory of a unit."""
-
-    dtype: torch.dtype
-    offset: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    conj: bool
-    neg: bool
-    """Lazy bits of the view, which its memory does not contain."""
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _View:
-        return cls(
-            tensor.dtype,
-            int(tensor.storage_offset()),
-            tensor.size(),
-            tensor.stride(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-
-
 class _Reference:
-    """Reference to a tensor in a unit's buffer that autograd saved. The unit counts live references."""
+    """Reference to a tensor in a unit's buffer that autograd saved. The unit counts live references.
 
-    __slots__ = ("_view", "assigned", "generation", "kind", "owner", "spec", "token", "version")
-
-    assigned: int | None
-    """Count of `.data` assignments to the parameter when it was saved. None: the parameter itself was saved, and data
-    assigned later is used.
+    A graph holds many of them, so it is one object, which the garbage collector visits once.
     """
-    kind: type | None
-    """The user's own subclass of Parameter; None for nn.Parameter."""
 
-    def __init__(self, saved: torch.Tensor, owner: Owner, view: _View, kind: type | None, assigned: int | None) -> None:
-        """owner: the parameter that `saved` is, or views. kind, assigned: see above."""
-        unit = owner.unit
-        self.owner = owner
-        self._view = view
+    __slots__ = (
+        *("assigned", "conj", "dtype", "fetcher", "generation", "kind", "neg", "offset"),
+        *("size", "slot", "spec", "stride", "token", "unit", "version"),
+    )
+
+    def __init__(
+        self,
+        saved: torch.Tensor,
+        owner: tuple[Unit, Fetcher, int],
+        place: tuple[torch.dtype, Sequence[int], Sequence[int], int, bool, bool],
+        kind: type | None,
+        assigned: int | None,
+    ) -> None:
+        """owner: unit, what fetches it, and slot of the parameter that `saved` is, or views. place: dtype, size, stride
+        and offset in the buffer, in elements of the dtype, and the lazy bits of the view, which its memory does not
+        contain (conj, neg). kind: the user's own subclass of Parameter; None for nn.Parameter. assigned: count of
+        `.data` assignments to the parameter; None: `saved` is the parameter, and data assigned later is used.
+        """
+        self.unit, self.fetcher, self.slot = unit, _, slot = owner
+        self.dtype, self.size, self.stride, self.offset, self.conj, self.neg = place
         self.spec = spec_of(saved)
         self.kind = None if self.spec is not None else kind
         self.generation = unit.generation
         self.assigned = assigned
-        self.version: int | None = version_of(unit.parameters[owner.slot])
+        self.version: int | None = version_of(unit.parameters[slot])
         """Version of the parameter when it was saved; None: backward may use values edited later."""
         self.token = unit.token
 
     @classmethod
     def to_view(cls, saved: torch.Tensor, unit: Unit, fetcher: Fetcher) -> _Reference:
         """Return a reference to a tensor that views a unit's buffer."""
-        view = _View.of(local(saved))
-        slot = unit.layout.slot_at(view.offset * view.dtype.itemsize // unit.layout.dtype.itemsize)
-        return cls(saved, Owner(unit, fetcher, slot), view, None, unit.assignments[slot])
+        tensor = local(saved)
+        dtype, offset = tensor.dtype, int(tensor.storage_offset())
+        slot = unit.layout.slot_at(offset * dtype.itemsize // unit.layout.dtype.itemsize)
+        place = dtype, tensor.size(), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg()
+        return cls(saved, (unit, fetcher, slot), place, None, unit.assignments[slot])
 
     @classmethod
     def to_parameter(cls, parameter: torch.Tensor, owner: Owner) -> _Reference:
         """Return a reference to a parameter itself, for any type and any residency of its unit."""
-        shape, stride, offset = owner.unit.places[owner.slot]
         kind = own_type(parameter)
-        view = _View(owner.unit.layout.dtype, offset, torch.Size(shape), stride, conj=False, neg=False)
-        return cls(parameter, owner, view, None if kind is nn.Parameter else kind, None)
+        place = owner.unit.layout.dtype, *owner.unit.places[owner.slot], False, False
+        return cls(parameter, owner, place, None if kind is nn.Parameter else kind, None)
 
     def allow_edits(self) -> None:
         """Let backward use values of the parameter that are edited later."""
@@ -118,14 +105,14 @@ class _Reference:
 
     def view(self) -> torch.Tensor:
         """Fetch the unit and return the tensor as a view of its present buffer. Raises LifetimeError if it changed."""
-        (unit, fetcher, slot), view = self.owner, self._view
+        unit, slot = self.unit, self.slot
         # An update or a load has overwritten the values, which no fetch can bring back.
         if unit.generation != self.generation:
             raise LifetimeError(
                 f"backward needs the parameters of unit {unit.name} as they were before they were updated. Set "
                 'infinity.update to "next_forward", or finish every backward of a step before engine.step().'
             )
-        fetcher.use(unit)
+        self.fetcher.use(unit)
         parameter = unit.parameters[slot]
         # PyTorch's own check is off under saved-tensor hooks [Note: saved references].
         if self.version is not None and (version := version_of(parameter)) != self.version:
@@ -141,17 +128,17 @@ class _Reference:
                 "values of before: assign before forward or after backward."
             )
         if assigned != unit.assignments[slot]:
-            binding.adopt_assigned(unit, fetcher.recorder)
+            binding.adopt_assigned(unit, self.fetcher.recorder)
         assert unit.lease is not None
         with outside_modes():
             whole = unit.lease.flat(unit.layout.dtype)
-            if view.dtype != unit.layout.dtype:
-                whole = whole.view(view.dtype)
-            found = whole.as_strided(view.size, view.stride, view.offset)
+            if self.dtype != unit.layout.dtype:
+                whole = whole.view(self.dtype)
+            found = whole.as_strided(self.size, self.stride, self.offset)
             # Lazy bits are properties of the view, which as_strided does not restore.
-            if view.conj:
+            if self.conj:
                 found = found.conj()
-            if view.neg:
+            if self.neg:
                 found = torch._neg_view(found)
             if self.kind is not None:
                 found = found.as_subclass(self.kind)

@@ -60,9 +60,9 @@ class File:
         page. Disables read-ahead on `buffered_fd` if there is a direct descriptor. Raises `ValueError`."""
 
     @staticmethod
-    def striped(files: Sequence[File], chunk: int) -> File:
-        """Return one file over several: byte o is in `files[(o // chunk) % n]`, at
-        `(o // chunk // n) * chunk + o % chunk`. chunk: bytes, a multiple of the alignment. Direct if all are. Raises
+    def striped(files: Sequence[File], chunk: int, order: Sequence[int] = ()) -> File:
+        """Return one file over several: chunk c of the whole is the next one of file `order[c % len(order)]`. chunk:
+        bytes, a multiple of the alignment. order: numbers of files, by default all in turn. Direct if all are. Raises
         `ValueError`."""
 
     def keep_checksums(self, nbytes: int, block: int) -> None:

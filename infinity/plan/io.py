@@ -1,8 +1,7 @@
 """Files and I/O settings of the nvme tier: stripes, slots of durable states, files of saved activations. Pure.
 
-Striping cuts a logical file over several files, so that drives work in parallel. Chunks go to the files in turn. With n
-files, byte o of the whole is in file (o // chunk) % n, at byte (o // chunk // n) * chunk + o % chunk of it.
-`infinity.tiers.files` creates the files, and the native engine implements the mapping.
+Striping cuts a logical file over several files, so that drives work in parallel (`Stripe`). `infinity.tiers.files`
+creates the files, and the native engine implements the mapping.
 
 A durable run has two slots on nvme for every parameter and optimizer state, whatever its tier. An update writes the
 slot that is not committed, so that the last committed step stays whole until the next one is.
@@ -10,8 +9,10 @@ slot that is not committed, so that the last committed step stays whole until th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,34 +39,91 @@ def stripe_chunk(block_size: int) -> int:
     return min(-(-block_size // SMALLEST_CHUNK) * SMALLEST_CHUNK, LARGEST_CHUNK)
 
 
-def shares(nbytes: int, chunk: int, paths: int) -> list[int]:
-    """Return the bytes of each of `paths` files that together hold `nbytes`, in whole chunks.
-
-    Each has at least one chunk, since an empty file cannot be probed.
+@dataclass(frozen=True)
+class Stripe:
+    """Places of the bytes of a logical file in several files. Chunk c of the whole is the next one of file `order[c %
+    len(order)]`.
     """
-    chunks = -(-nbytes // chunk)
-    return [max(1, -(-(chunks - member) // paths)) * chunk for member in range(paths)]
 
+    chunk: int
+    """Bytes of a chunk."""
+    weights: tuple[int, ...]
+    """Chunks of each file in a stripe."""
 
-def ranges(offset: int, nbytes: int, chunk: int, paths: int) -> list[tuple[int, int]]:
-    """Return the bytes [start, stop) of each of `paths` files that are bytes [offset, offset + nbytes) together."""
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """File of each chunk of a stripe. The chunks of a file are spread evenly, so that short ranges use all files;
+        equal weights are round robin.
+        """
+        files = range(len(self.weights))
+        return tuple(
+            f for _, f in sorted(((2 * k + 1) / self.weights[f], f) for f in files for k in range(self.weights[f]))
+        )
 
-    def before(end: int, member: int) -> int:
+    def sizes(self, nbytes: int) -> list[int]:
+        """Return the bytes of each file, which together hold `nbytes`, in whole chunks.
+
+        Each has at least one chunk, since an empty file cannot be probed.
+        """
+        end = -(-nbytes // self.chunk) * self.chunk
+        return [max(self._before(end, file), self.chunk) for file in range(len(self.weights))]
+
+    def ranges(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
+        """Return the bytes [start, stop) of each file that are bytes [offset, offset + nbytes) together."""
+        files = range(len(self.weights))
+        return [(self._before(offset, file), self._before(offset + nbytes, file)) for file in files]
+
+    def pieces(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (file, byte in it, bytes) for bytes [offset, offset + nbytes) in order, cut at chunks."""
+        stop = offset + nbytes
+        while offset < stop:
+            file = self.order[offset // self.chunk % len(self.order)]
+            length = min(stop - offset, self.chunk - offset % self.chunk if len(self.weights) > 1 else nbytes)
+            yield file, self._before(offset, file), length
+            offset += length
+
+    def _before(self, end: int, file: int) -> int:
         """Return the bytes that a file holds of the first `end` bytes."""
-        rows, rest = divmod(end, chunk * paths)
-        return rows * chunk + min(max(rest - member * chunk, 0), chunk)
+        chunk, inside = divmod(end, self.chunk)
+        stripes, rest = divmod(chunk, len(self.order))
+        whole = stripes * self.weights[file] + self.order[:rest].count(file)
+        return whole * self.chunk + (inside if self.order[rest] == file else 0)
 
-    return [(before(offset, member), before(offset + nbytes, member)) for member in range(paths)]
+
+LONGEST_STRIPE = 32
+"""Chunks of a stripe whose weights are chosen by speed: each update's tile should use all files."""
+_ALIKE = 0.8
+"""Speeds that differ by less are alike, since a short measurement varies by as much."""
+_NEAR = 0.9
+"""Part of the best bandwidth that a shorter stripe may have."""
 
 
-def pieces(offset: int, nbytes: int, chunk: int, paths: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (file, byte in it, bytes) for bytes [offset, offset + nbytes) in order, cut at chunks."""
-    stop = offset + nbytes
-    while offset < stop:
-        row, inside = divmod(offset, chunk)
-        length = min(stop - offset, chunk - inside if paths > 1 else nbytes)
-        yield row % paths, row // paths * chunk + inside, length
-        offset += length
+def are_alike(speeds: Sequence[float]) -> bool:
+    return min(speeds) >= _ALIKE * max(speeds)
+
+
+def weights_of(speeds: Sequence[float], limits: Sequence[float]) -> tuple[int, ...]:
+    """Return weights of a stripe for files of these speeds. limits: largest part of all bytes that each file can hold.
+
+    Speeds that are alike give equal weights. A file gets none only if it has no room, or if a single chunk in it would
+    take longer than `LONGEST_STRIPE` chunks in the others. If the limits allow no weights, they are equal.
+    """
+    equal = (1,) * len(speeds)
+    if are_alike(speeds) and len(speeds) * min(limits) >= 1:
+        return equal
+    found: dict[tuple[int, ...], float] = {}
+    for total in range(1, max(LONGEST_STRIPE, 2 * len(speeds)) + 1):
+        weights = [0] * len(speeds)
+        for _ in range(total):
+            # To the file that is done with it first: for equal chunks, this minimizes the time of a stripe.
+            fitting = [f for f, weight in enumerate(weights) if weight + 1 <= total * limits[f]]
+            if not fitting:
+                break
+            weights[min(fitting, key=lambda f: (weights[f] + 1) / speeds[f])] += 1
+        else:
+            found[tuple(weights)] = total / max(weight / speed for weight, speed in zip(weights, speeds, strict=True))
+    near = [weights for weights, speed in found.items() if speed >= _NEAR * max(found.values())]
+    return min(near, key=lambda weights: (weights.count(0), sum(weights)), default=equal)
 
 
 @dataclass(frozen=True)
@@ -159,13 +217,12 @@ class IoPlan:
     """Folders, requests and checksums of the nvme tier."""
 
     folders: tuple[Path, ...]
-    """States are striped over them in turn."""
+    """States are striped over them."""
     nbytes: int
     """Bytes of all extents and slots."""
     passing: int
     """Bytes of them that gradients take only while they are stored (`Placement.passing`)."""
-    chunk: int
-    """Bytes of a stripe's chunk."""
+    stripe: Stripe
     engine: str
     block_size: int
     queue_depth: int
@@ -181,7 +238,7 @@ class IoPlan:
         """Bytes reserved on disk for the engine's whole life, in whole chunks of a stripe."""
         if len(self.folders) == 1:
             return self.nbytes - self.passing
-        return sum(shares(self.nbytes, self.chunk, len(self.folders))) - self.passing
+        return sum(self.stripe.sizes(self.nbytes)) - self.passing
 
 
 def plan_io(config: Config, placement: Placement, *, train: bool) -> IoPlan | None:
@@ -192,7 +249,7 @@ def plan_io(config: Config, placement: Placement, *, train: bool) -> IoPlan | No
         durable = plan_durable(config.infinity.run, placement, nbytes)
         paths = config.zero_optimization.durable_paths
         io = io_in(config, paths, nbytes + durable.nbytes, passing, placement.granule)
-        block = checksum_block(placement.granule, io.block_size, io.chunk)
+        block = checksum_block(placement.granule, io.block_size, io.stripe.chunk)
         return replace(io, durable=replace(durable, block=block))
     if not nbytes:
         return None
@@ -203,13 +260,16 @@ def io_in(
     config: Config, folders: tuple[Path, ...], nbytes: int, passing: int = 0, granule: int = EXTENT_ALIGNMENT
 ) -> IoPlan:
     """Return the plan of files in `folders`. granule: as in `checksum_block`."""
-    aio = config.aio
+    aio, weights = config.aio, (1,) * len(folders)
     chunk = stripe_chunk(aio.block_size)
+    # Saved activations may have folders of their own, of another number.
+    if not isinstance(aio.shares, str) and len(aio.shares) == len(folders):
+        weights = aio.shares
     return IoPlan(
         folders=folders,
         nbytes=nbytes,
         passing=passing,
-        chunk=chunk,
+        stripe=Stripe(chunk, tuple(weight // math.gcd(*weights) for weight in weights)),
         engine=aio.engine,
         block_size=aio.block_size,
         queue_depth=aio.queue_depth,

@@ -192,7 +192,11 @@ class UnitLayout:
 
     def slot_at(self, offset: int) -> int:
         """Return the index of the slot at element `offset` of the flat tensor; in padding, of the slot before."""
-        return max(0, bisect_right(self.slots, offset, key=lambda slot: slot.offset) - 1)
+        return max(0, bisect_right(self._offsets, offset) - 1)
+
+    @cached_property
+    def _offsets(self) -> tuple[int, ...]:
+        return tuple(slot.offset for slot in self.slots)
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -52,8 +52,10 @@ _SHARE = 2
 """Divisor of the device's free memory: the rest is for activations, which a plan does not count."""
 _NARROW = 16
 """Largest ratio of a buffer to a unit in it: a tiny unit does not take one of the few buffers of large ones."""
+_IN_FLIGHT = 1 << 20
+"""Total bytes up to which small buffers between threads are more than large ones would be."""
 _SMALL = 256 << 10
-"""Total bytes up to which a pool of small buffers has more of them."""
+"""Total bytes up to which any units that are held together have a buffer each."""
 _STAYS = 16 << 20
 """Largest bytes of a model that stays resident: a fetch would take the host longer than the computation."""
 _GRADIENTS_AT_ONCE = 4
@@ -289,10 +291,11 @@ def reads_ahead(tile_buffers: int) -> int:
 
 
 def _in_flight(count: int, nbytes: int, *, debug: bool) -> int:
-    """Return the number of buffers of `nbytes` where `count` large ones are needed: up to four times as many small
-    ones, whose copies are bound by latency. `infinity.debug` adds none, so that buffers are reused early.
+    """Return the number of buffers of `nbytes` where `count` large ones are needed: up to sixteen times as many small
+    ones, since a thread that waits for one is woken after a longer time than the next thread needs it.
+    `infinity.debug` adds none, so that buffers are reused early.
     """
-    return count if debug else max(count, min(4 * count, _SMALL // max(nbytes, 1)))
+    return count if debug else max(count, min(16 * count, _IN_FLIGHT // max(nbytes, 1)))
 
 
 def staging_pools(config: Config, layouts: Sequence[UnitLayout], placement: Placement) -> list[PoolSpec]:

@@ -147,6 +147,16 @@ class Device(ABC):
         """Pin bytes [start, stop) of `memory`, an unpinned `host_buffer`, if that is useful. ranges: ascending."""
 
 
+_PAST_CACHES = 4 << 20
+"""Bytes from which `_adam.copy` writes past the caches."""
+
+
+def _are_words(memory: torch.Tensor) -> bool:
+    """Return whether `memory` is bytes in whole words of 8, at an address of a word."""
+    whole = not (memory.numel() | memory.data_ptr()) % 8
+    return whole and memory.dtype == torch.uint8 and memory.is_contiguous()
+
+
 class CpuDevice(Device):
     """Device whose memory is the host's."""
 
@@ -158,7 +168,11 @@ class CpuDevice(Device):
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, *, after: Transfer | None = None) -> Transfer:
         with self.recorder.copy("", destination.nbytes):
-            destination.copy_(source)
+            # Past the caches, a copy takes little more than half of the time of torch's.
+            if destination.nbytes >= _PAST_CACHES and _are_words(destination) and _are_words(source):
+                _adam.copy(source.data_ptr(), destination.data_ptr(), source.numel())
+            else:
+                destination.copy_(source)
         return DONE
 
     def copy_parameters(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer:

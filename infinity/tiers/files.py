@@ -29,7 +29,7 @@ from pathlib import Path
 
 from infinity.errors import StorageError
 from infinity.native import _aio
-from infinity.plan.io import LARGEST_CHUNK, ranges, shares
+from infinity.plan.io import LARGEST_CHUNK, Stripe
 from infinity.tiers.space import FULL, Range, check_named, file_system_of, names, punch, require, reserve
 
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS}
@@ -67,19 +67,19 @@ class SwapFile:
     whole chunks of the stripe.
     """
 
-    def __init__(self, members: Sequence[Member], nbytes: int, chunk: int) -> None:
-        """members: closed with the file. chunk: bytes of a stripe's chunk."""
+    def __init__(self, members: Sequence[Member], nbytes: int, stripe: Stripe) -> None:
+        """members: closed with the file."""
         self.path = ", ".join(str(member.path) for member in members)
         self.nbytes = nbytes
         self._fds = [fd for member in members for fd in member.fds]
         self._members = members
-        self._chunk = chunk
+        self.stripe = stripe
         self.file = self.native()
 
     def native(self) -> _aio.File:
         """Return the file for the I/O engine, with checksums of its own if it is to keep any."""
         files = [_aio.File(each.direct, each.fd, str(each.path), alignment()) for each in self._members]
-        return files[0] if len(files) == 1 else _aio.File.striped(files, self._chunk)
+        return files[0] if len(files) == 1 else _aio.File.striped(files, self.stripe.chunk, self.stripe.order)
 
     @property
     def direct(self) -> bool:
@@ -116,7 +116,7 @@ class SwapFile:
 
     def _ranges(self, offset: int, nbytes: int) -> list[Range]:
         """Return the bytes in each file that has any."""
-        parts = ranges(offset, nbytes, self._chunk, len(self._members))
+        parts = self.stripe.ranges(offset, nbytes)
         return [
             Range(member.fd, member.folder, start, stop)
             for member, (start, stop) in zip(self._members, parts, strict=True)
@@ -160,16 +160,17 @@ def open_swap_files(
     *,
     name: str,
     chunk: int = LARGEST_CHUNK,
+    weights: Sequence[int] = (),
     durable: bool = False,
     holds_states: bool = False,
 ) -> SwapFile:
     """Create one logical file of `nbytes` reserved bytes, striped over an anonymous file in each folder of `paths`.
 
-    chunk: bytes of a stripe's chunk, a multiple of 64 KiB (see `infinity.plan.io`). name: for messages, and for
-    files that cannot be anonymous. durable: open the file `member_of(name, …)` in each folder instead, with its bytes,
-    or create it; it stays. holds_states: each of these has to be there with all its bytes. Bytes read as zeros until
-    they are written. Warns for each folder whose file system refuses `O_DIRECT`, where I/O goes through the page
-    cache, and once if folders are on one file system.
+    chunk: bytes of a stripe's chunk, a multiple of 64 KiB (see `infinity.plan.io`). weights: of the stripe, by default
+    equal. name: for messages, and for files that cannot be anonymous. durable: open the file `member_of(name, …)` in
+    each folder instead, with its bytes, or create it; it stays. holds_states: each of these has to be there with all
+    its bytes. Bytes read as zeros until they are written. Warns for each folder whose file system refuses `O_DIRECT`,
+    where I/O goes through the page cache, and once if folders are on one file system.
 
     Raises:
         StorageError: a folder does not exist, is no folder, or is not writable; or a file that `holds_states` is short.
@@ -183,7 +184,8 @@ def open_swap_files(
         raise ValueError("a swap file needs at least one folder")
     for folder in folders:
         check_folder(folder)
-    sizes = [whole(nbytes, alignment())] if len(folders) == 1 else shares(nbytes, chunk, len(folders))
+    stripe = Stripe(chunk, tuple(weights) or (1,) * len(folders))
+    sizes = [whole(nbytes, alignment())] if len(folders) == 1 else stripe.sizes(nbytes)
     files = [member_of(name, member) if durable else name for member in range(len(folders))]
     if holds_states:
         for folder, file, size in zip(folders, files, sizes, strict=True):
@@ -206,7 +208,7 @@ def open_swap_files(
         for folder, file, size in zip(folders, files, sizes, strict=True):
             members.append(_open_one(folder, size, file, durable=durable))
             undo.callback(members[-1].close)
-        swap = SwapFile(members, sizes[0] if len(members) == 1 else whole(nbytes, chunk), chunk)
+        swap = SwapFile(members, sizes[0] if len(members) == 1 else whole(nbytes, chunk), stripe)
         undo.pop_all()
         return swap
 

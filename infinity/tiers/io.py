@@ -1,6 +1,8 @@
 """Opens the I/O engine of nvme tiers: io_uring, or Linux AIO if the kernel forbids io_uring.
 
 Opens files of the user for the I/O engine: by path, or by a descriptor that the user opened.
+
+Measures the speeds of folders, by which files are striped over them.
 """
 
 from __future__ import annotations
@@ -8,17 +10,25 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+import time
+import warnings
 import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from itertools import count
+from statistics import median
 
 import torch
 
-from infinity.errors import StorageError, UsageError
+from infinity.errors import OutOfSpaceError, StorageError, UsageError
 from infinity.native import _aio
 from infinity.observe.log import logger
-from infinity.plan.io import IoPlan
-from infinity.tiers.files import alignment, open_direct
-from infinity.tiers.memory import before_unmapping
+from infinity.plan.io import IoPlan, are_alike, weights_of
+from infinity.tiers.files import alignment, open_direct, open_swap_files
+from infinity.tiers.memory import before_unmapping, host_tensor
 
 ENGINES = ("auto", "libaio", "io_uring")
 """Values of `aio.engine`."""
@@ -47,6 +57,80 @@ def open_engine(engine: str = "auto", *, block_size: int, queue_depth: int, thre
 def engine_of(io: IoPlan) -> _aio.Engine:
     """Open the I/O engine of a plan."""
     return open_engine(io.engine, block_size=io.block_size, queue_depth=io.queue_depth, threads=io.threads)
+
+
+_MEASURED = 16 << 20
+"""Bytes of each folder that a measurement writes and reads, repeatedly."""
+_IN_FLIGHT = 4 << 20
+_SECONDS = 0.2
+"""Of writing, and of reading. The kernel's throttle of a device lets a tenth of a second's bytes pass at once."""
+_REPEATS = 5
+"""Measurements before speeds count as different: on a busy machine, a drive sometimes pauses for half a second."""
+
+
+def striped_by_speed(io: IoPlan, ranks: int, *, writes: bool = True) -> IoPlan:
+    """Return a plan whose folders have shares by their speeds, which are measured, and by their room.
+
+    ranks: of this node, which share the room. writes: False if the file is only read. Unchanged if all folders are on
+    one file system, or if the file is smaller than the one to measure.
+    """
+    if not all(folder.is_dir() for folder in io.folders) or 0 < io.nbytes < _MEASURED * len(io.folders):
+        return io
+    devices = [os.stat(folder).st_dev for folder in io.folders]
+    if len({*devices}) == 1:
+        return io
+    try:
+        speeds = _speeds(io, writes=writes)
+    except OutOfSpaceError:  # the file itself has a better error
+        return io
+    limits = [1.0] * len(devices)
+    if io.nbytes:
+        rooms = [status.f_bavail * status.f_frsize for status in map(os.statvfs, io.folders)]
+        pairs = zip(rooms, devices, strict=True)
+        limits = [(room / ranks / devices.count(device) - 2 * io.stripe.chunk) / io.nbytes for room, device in pairs]
+    return replace(io, stripe=replace(io.stripe, weights=weights_of(speeds, limits)))
+
+
+def _speeds(io: IoPlan, *, writes: bool) -> list[float]:
+    """Return the relative speeds of the folders while all are used: of reads, or the harmonic mean of both directions.
+
+    They are alike if one measurement finds them so, else the medians of `_REPEATS`.
+    """
+    folders, chunk = len(io.folders), io.stripe.chunk
+    rows = _MEASURED // chunk
+    slots = min(_IN_FLIGHT // chunk, io.queue_depth, rows)
+    memory = host_tensor(folders * slots * chunk)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the states' file repeats them
+        file = open_swap_files(io.folders, rows * folders * chunk, name="measurement", chunk=chunk)
+    with file, engine_of(io) as engine, ThreadPoolExecutor(folders) as threads:
+
+        def move(start: Callable[..., _aio.Request], folder: int, rows: int) -> tuple[float, int]:
+            """Return the seconds of a chunk, and the number of chunks. rows: chunks of the folder that are used."""
+            pending: deque[_aio.Request] = deque()
+            begin = time.perf_counter()
+            for done in count():
+                if done and time.perf_counter() - begin >= _SECONDS:
+                    break
+                if len(pending) == min(slots, rows):
+                    pending.popleft().wait()
+                place, slot = (done % rows * folders + folder) * chunk, folder * slots + done % slots
+                pending.append(start(file.file, place, memory.data_ptr() + slot * chunk, chunk))
+            for request in pending:
+                request.wait()
+            return (time.perf_counter() - begin) / done, done
+
+        found = []
+        for _ in range(_REPEATS):
+            written = list(threads.map(partial(move, engine.write), range(folders), [rows] * folders))
+            # Space that was not written is read as zeros, without I/O.
+            filled = [min(rows, number) for _, number in written]
+            read = list(threads.map(partial(move, engine.read), range(folders), filled))
+            speeds = [1 / ((w if writes else r) + r) for (w, _), (r, _) in zip(written, read, strict=True)]
+            found.append([speed / sum(speeds) for speed in speeds])
+            if are_alike(speeds):
+                return speeds
+    return [median(each) for each in zip(*found, strict=True)]
 
 
 def register(engine: _aio.Engine, memory: torch.Tensor) -> None:

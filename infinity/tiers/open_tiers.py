@@ -61,7 +61,8 @@ def _open_nvme(plan: Plan, device: Device, rank: int, durable: DurableFiles | No
             io.folders if durable is None else durable.folders,
             io.nbytes,
             name=f"states of rank {rank}" if durable is None else states_of(rank),
-            chunk=io.chunk,
+            chunk=io.stripe.chunk,
+            weights=io.stripe.weights,
             durable=durable is not None,
             holds_states=durable is not None and durable.committed is not None,
         )

@@ -54,7 +54,8 @@ class Lease:
     def flat(self, dtype: torch.dtype, numel: int | None = None) -> torch.Tensor:
         """Return the first `numel` elements (default: all) of the buffer as a 1-D tensor of `dtype`."""
         if numel is None or numel * dtype.itemsize == self.nbytes:
-            return self._view(dtype)
+            view = self._views.get(dtype)
+            return self._view(dtype) if view is None else view
         return self._held()[: numel * dtype.itemsize].view(dtype)
 
     def _view(self, dtype: torch.dtype) -> torch.Tensor:
@@ -63,8 +64,10 @@ class Lease:
             if torch.is_inference_mode_enabled():  # the context takes longer than the view
                 with torch.inference_mode(False):
                     return self._view(dtype)
-            view = self._held()[: self.nbytes]
-            if dtype != torch.uint8:  # else `view` would return the tensor itself
+            held = self._held()
+            # A slice takes twice as long as a view of the whole buffer. `view` of the same dtype may return the tensor.
+            view = held if held.numel() == self.nbytes and dtype != torch.uint8 else held[: self.nbytes]
+            if dtype != torch.uint8:
                 view = view.view(dtype)
             self._views[dtype] = view
         return view

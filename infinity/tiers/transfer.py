@@ -145,9 +145,12 @@ class Promise:
         self.keep()
 
 
+_PROMISES = (Promise, Promised)
+
+
 def issued(transfer: Transfer) -> Transfer:
     """Wait until background threads have done their part of `transfer`. Returns the part that streams execute."""
-    while isinstance(transfer, Promise | Promised):
+    while isinstance(transfer, _PROMISES):
         transfer = transfer.issued()
     return transfer
 

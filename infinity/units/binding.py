@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from math import prod
 
 import torch
 
@@ -22,9 +21,12 @@ def bind(unit: Unit) -> None:
     for parameter, place in zip(unit.parameters, unit.places, strict=True):
         set_local(parameter, flat.as_strided(*place))
     # The addresses show later whether `.data` was assigned (`adopt_assigned`).
-    start, itemsize = flat.data_ptr(), flat.itemsize
+    start = flat.data_ptr()
     unit.bind(
-        [(start + offset * itemsize if prod(shape) else 0, shape, stride) for shape, stride, offset in unit.places]
+        [
+            (0 if at is None else start + at, shape, stride)
+            for at, (shape, stride, _) in zip(unit.addresses, unit.places, strict=True)
+        ]
     )
 
 

@@ -241,7 +241,12 @@ def has_backward_hooks(model: nn.Module) -> bool:
     if torch_module._global_backward_hooks or torch_module._global_backward_pre_hooks:
         return True
     with torch._C.DisableTorchFunctionSubclass():  # which would fetch parameters
-        for parameter in model.parameters():
-            if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > 1:  # one is the engine's
+        for module in model.modules():  # one walk, since it takes longer than the looks
+            if module._backward_hooks or module._backward_pre_hooks:
                 return True
-    return any(module._backward_hooks or module._backward_pre_hooks for module in model.modules())
+            for parameter in module._parameters.values():
+                if parameter is None:
+                    continue
+                if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > 1:
+                    return True  # one is the engine's
+    return False

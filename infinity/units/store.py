@@ -12,8 +12,10 @@ counters would miss edits by `.data`, `.detach().numpy()` and custom kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import NoReturn
 
 import torch
@@ -39,6 +41,33 @@ _EDIT_LATER = (
     "Let the engine's optimizer update the parameters. For a rule of your own, edit them between engine.backward() and "
     'engine.step() with infinity.get_full_grad(), which is averaged over ranks; set infinity.update to "next_forward".'
 )
+
+
+class _Moving(AbstractContextManager[None]):
+    """See `UnitStore.moving`. A class, since a generator takes three times as long, once a unit."""
+
+    __slots__ = ("_modes", "_store", "_uninterrupted")
+
+    def __init__(self, store: UnitStore) -> None:
+        self._store, self._uninterrupted = store, uninterrupted()
+
+    def __enter__(self) -> None:
+        self._uninterrupted.__enter__()
+        try:
+            self._modes = outside_modes()
+            self._modes.__enter__()
+        except BaseException:
+            self._uninterrupted.__exit__(*sys.exc_info())
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._store.stop(error)
+        try:
+            self._modes.__exit__(kind, error, trace)
+        finally:
+            self._uninterrupted.__exit__(kind, error, trace)
 
 
 class UnitStore:
@@ -103,18 +132,20 @@ class UnitStore:
     def await_update(self, update: UpdateProgress | None) -> None:
         """Wait until an update is written. No-op for None."""
         if update is not None:
+            if update.done.done():
+                update.done.wait()  # raises its error
+                return
             with self.recorder.wait("update", "update"):
                 update.done.wait()
 
-    @contextmanager
-    def moving(self) -> Iterator[None]:
+    def moving(self) -> AbstractContextManager[None]:
         """Move units in the block: an error there stops the engine, and Ctrl-C waits for the end of the block."""
-        try:
-            with uninterrupted(), outside_modes():
-                yield
-        except (OSError, ForcedInterrupt, RanksError) as error:
+        return _Moving(self)
+
+    def stop(self, error: BaseException | None) -> None:
+        """Stop the engine after an error of a transfer. No-op for others."""
+        if isinstance(error, OSError | ForcedInterrupt | RanksError):
             self.failure = error
-            raise
 
     # -- edits in backward ---------------------------------------------------------------------------------------------
 
@@ -259,8 +290,11 @@ class UnitStore:
         assert transfer is not None
         unit.note_read(transfer)
         try:
-            with self.recorder.wait(lane, "parameters" if lane == "gather" else "update"):
+            if transfer.done():  # on the host nothing is waited for, which needs no record
                 self._device.await_copy(transfer)
+            else:
+                with self.recorder.wait(lane, "parameters" if lane == "gather" else "update"):
+                    self._device.await_copy(transfer)
         except BaseException:
             # The buffer is filled in part, so no view of it may be taken for the unit's values.
             self._drop(unit, valid=False)
@@ -325,10 +359,11 @@ class UnitStore:
         check: EditCheck | None = None
         if unit.residency is Residency.RESIDENT:
             arrives = reached
-            if early and unit.update is not None and unit.is_viewed():
+            viewed = unit.is_viewed()
+            if viewed and early and unit.update is not None:
                 with self.moving():
                     self.await_update(unit.update)  # its write refers to the buffer too
-            viewed = unit.is_viewed()
+                viewed = unit.is_viewed()
             # Views may show the past until the unit is fetched into this buffer again [Note: kept views].
             if viewed:
                 self.kept.note_overwritten(unit)

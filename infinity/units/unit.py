@@ -112,6 +112,8 @@ class Unit:
         """Fingerprint of the bytes in the tiers (`Device.fingerprint`); None: unknown, since they were overwritten."""
         self.places = [(slot.shape, _strides(slot.shape), slot.offset) for slot in layout.slots]
         """Shape, strides and offset of each parameter in the unit's flat tensor, by slot."""
+        self.addresses = [slot.offset * layout.dtype.itemsize if slot.numel else None for slot in layout.slots]
+        """Offset of each parameter in bytes, by slot; None: it is empty."""
         self.views: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
         """Address, shape and strides that `infinity.units.binding.bind` gave each parameter, by slot."""
 
@@ -226,6 +228,8 @@ class Unit:
     def shard_bytes(self, rank: int) -> torch.Tensor:
         """Return the shard of `rank` in the leased buffer: uint8 (shard_nbytes,)."""
         assert self.lease is not None
+        if self.layout.shard_nbytes == self.lease.nbytes:
+            return self.lease.tensor
         return self.layout.shard_of(self.lease.tensor, rank)
 
     def write_after(self, transfer: Transfer) -> None:

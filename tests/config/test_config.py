@@ -244,6 +244,17 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
             {"aio": {"thread_count": 4, "intra_op_parallelism": 1}},
             "aio: thread_count (4) is an alias of intra_op_parallelism (1), and they differ: set only one of them",
         ),
+        ({"aio": {"shares": "fast"}}, 'aio.shares: must be "auto", "equal" or a list of whole numbers from 1 to 64'),
+        ({"aio": {"shares": [1, 0]}}, "one for each folder, not [1, 0]"),
+        ({"aio": {"shares": []}}, "one for each folder, not []"),
+        ({"aio": {"shares": [True]}}, "one for each folder, not [true]"),
+        (
+            {
+                "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": ["/a", "/b"]}},
+                "aio": {"shares": [1, 2, 3]},
+            },
+            "aio.shares has 3 numbers for 2 folders in nvme_path: state one for each, in their order",
+        ),
         ({"aio": {"engine": "posix"}}, 'aio.engine: must be "auto", "libaio" or "io_uring", not "posix"'),
         ({"aio": {"checksum": "crc32"}}, 'aio.checksum: must be true or false, not "crc32"'),
         ({"infinity": {"unit_size": 0}}, "infinity.unit_size: must be more than 0, not 0"),

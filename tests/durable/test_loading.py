@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from infinity.durable.record import read_record
 from infinity.engine.inference import InferenceEngine
 from infinity.engine.training import TrainingEngine
 from infinity.errors import CheckpointError, StorageError, UsageError
+from infinity.plan.io import IoPlan
 from infinity.tiers.device import CpuDevice
 from support.configs import engine_config
 from support.models import seeded
@@ -249,6 +252,43 @@ def test_a_striped_run_is_converted(tmp_path: Path) -> None:
         engine.resume()
         assert_same(everything(engine), kept)
         assert [sorted(each.name for each in (folder / "run").glob("0*")) for folder in folders] == [["0002"]] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*are on one file system:RuntimeWarning")
+def test_shares_of_folders_stay_as_they_were_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured shares are recorded and used again; stated ones convert the run."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+
+    def measured(weights: tuple[int, int]) -> None:
+        def by_speed(io: IoPlan, ranks: int, *, writes: bool = True) -> IoPlan:
+            return replace(io, stripe=replace(io.stripe, weights=weights))
+
+        monkeypatch.setattr("infinity.engine.platform.striped_by_speed", by_speed)
+
+    kept: dict[str, Any] = {}
+    small: dict[str, Any] = {"block_size": 1 << 16}
+    for weights, shares, generation in (
+        ((3, 1), "auto", "0001"),
+        ((1, 2), "auto", "0001"),
+        ((1, 2), [2, 5], "0002"),
+        ((3, 1), "auto", "0002"),
+        ((3, 1), "equal", "0003"),
+        ((3, 1), "auto", "0003"),
+    ):
+        measured(weights)
+        with striped(*folders, aio={**small, "shares": shares}) as engine:
+            if kept:
+                engine.resume()
+                assert_same(everything(engine), kept)
+            train(engine, range(3))
+            kept = everything(engine)
+            assert ("shares of nvme" in engine.describe()) == (generation != "0003")
+        assert [sorted(each.name for each in (folder / "run").glob("0*")) for folder in folders] == [[generation]] * 2
+        content = json.loads(manifest_file(folders[0] / "run" / generation, 0).read_text())
+        found = content["version"], content["layout"].get("weights")
+        assert found == {"0001": (2, [3, 1]), "0002": (2, [2, 5]), "0003": (1, None)}[generation]
 
 
 def striped(*folders: Path, **options: Any) -> TrainingEngine:

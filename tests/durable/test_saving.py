@@ -290,11 +290,12 @@ def test_a_part_of_the_parameters_is_saved_as_before(tmp_path: Path) -> None:
         assert "frozen.weight" not in read_index(path).parameters
 
 
-def test_striped_states_are_copied(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shares", ["equal", [1, 4, 2]])
+def test_striped_states_are_copied(tmp_path: Path, shares: Any) -> None:
     folders = [tmp_path / "one", tmp_path / "two", tmp_path / "three"]
     for folder in folders:
         folder.mkdir()
-    chosen = config([str(folder) for folder in folders], 1, aio={"block_size": 65536})  # type: ignore[arg-type]
+    chosen = config([str(folder) for folder in folders], 1, aio={"block_size": 65536, "shares": shares})  # type: ignore[arg-type]
     with (
         pytest.warns(RuntimeWarning, match="on one file system"),
         open_engine(seeded(Mixed, 0).bfloat16(), chosen) as engine,

@@ -25,7 +25,7 @@ from infinity.errors import CheckpointError
 from infinity.nn.pieces import Piece
 from infinity.optim.cpu_adam import split_master
 from infinity.plan.formats import GradDtypes, MasterFormat, StateFormat, StateKind, state_format
-from infinity.plan.io import plan_durable
+from infinity.plan.io import Stripe, plan_durable
 from infinity.plan.layout import Member, UnitLayout, layout_unit
 from infinity.plan.placement import Policy, State, place, tiles
 from infinity.rules import MomentFormat
@@ -50,6 +50,8 @@ class Setting:
     sharded: bool = True
     used: int = 0
     """Bytes of the file before the first slot of states in memory."""
+    weighted: bool = False
+    """Folders have different shares."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def write_run(folder: Path, shapes: Sequence[Shape], setting: Setting) -> list[t
     )
     placement = place(layouts, policy)
     durable = plan_durable("run", placement, placement.nbytes.get("nvme", 0) + setting.used)
-    chunk = 1 << 16
+    chunk, weights = 1 << 16, (1, 3, 2)[: setting.folders] if setting.weighted else (1,) * setting.folders
     nbytes = placement.nbytes.get("nvme", 0) + setting.used + durable.nbytes
     plan = SimpleNamespace(
         ranks=SimpleNamespace(model_parallel=1, shards=shards),
@@ -97,7 +99,7 @@ def write_run(folder: Path, shapes: Sequence[Shape], setting: Setting) -> list[t
         io=SimpleNamespace(
             durable=durable,
             folders=[folder / str(n) for n in range(setting.folders)],
-            chunk=chunk,
+            stripe=Stripe(chunk, weights),
             checksum_block=0,
             nbytes=nbytes,
         ),
@@ -114,7 +116,8 @@ def write_run(folder: Path, shapes: Sequence[Shape], setting: Setting) -> list[t
     for each in range(setting.folders):
         (folder / str(each)).mkdir()
     for rank in range(setting.ranks):
-        content = bytearray(b"\xee" * (-(-nbytes // (chunk * setting.folders)) * chunk * setting.folders))
+        order = plan.io.stripe.order
+        content = bytearray(b"\xee" * (-(-nbytes // (chunk * len(order))) * chunk * len(order)))
         slots = bytes((n + rank) % 2 for n in range(len(durable.extents)))
         for extent, slot in zip(durable.extents, slots, strict=True):
             layout, flats = states[extent.unit]
@@ -129,7 +132,7 @@ def write_run(folder: Path, shapes: Sequence[Shape], setting: Setting) -> list[t
                     part = flats[name][field.kind.part(low + tile.start, low + tile.stop)]
                     _put(content, start + tile.offset + field.first, part)
         for each in range(setting.folders):
-            rows = range(each * chunk, len(content), chunk * setting.folders)
+            rows = (row for row in range(0, len(content), chunk) if order[row // chunk % len(order)] == each)
             data = b"".join(content[row : row + chunk] for row in rows) if setting.folders > 1 else content
             (folder / str(each) / member_of(states_of(rank), each)).write_bytes(data)
         manifest_file(folder / "0", rank).write_text(manifest.to_json())
@@ -180,6 +183,7 @@ SETTINGS = st.builds(
     moments=st.sampled_from(["fp32", "bf16", "8bit"]),
     sharded=st.booleans(),
     used=st.sampled_from([0, 1 << 16, 200 << 10]),
+    weighted=st.booleans(),
 )
 
 
@@ -279,6 +283,13 @@ HOSTILE: dict[str, Any] = {
     "no shards": lambda layout: layout.update(shards=0),
     "more shards than ranks": lambda layout: layout.update(shards=1 << 40),
     "a chunk of nothing": lambda layout: layout.update(chunk=0),
+    "a huge number of folders": lambda layout: layout.update(folders=1 << 50),
+    "weights of other folders": lambda layout: layout.update(weights=[3, 1]),
+    "a negative weight": lambda layout: layout.update(weights=[-1]),
+    "no weight": lambda layout: layout.update(weights=[0]),
+    "a huge weight": lambda layout: layout.update(weights=[1 << 50]),
+    "a weight that is no number": lambda layout: layout.update(weights=["1"]),
+    "weights that are no list": lambda layout: layout.update(weights=1),
     "units that are no units": lambda layout: layout.update(units=[3]),
 }
 

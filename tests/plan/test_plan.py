@@ -128,11 +128,12 @@ def test_a_shortage_names_the_keys_that_size_the_buffers(options: dict[str, Any]
     assert sizes["infinity.tile_size"] == sum(pool.nbytes for pool in plan.pools if "tiles" in pool.name)
 
 
-def test_several_folders_are_counted_in_whole_chunks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shares", ["auto", "equal", [5, 1, 2]])
+def test_several_folders_are_counted_in_whole_chunks(tmp_path: Path, shares: Any) -> None:
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
         folder.mkdir()
-    config = engine_config(folder=folders)
+    config = engine_config(folder=folders, aio={"shares": shares})
     with pytest.warns(RuntimeWarning, match="one file system"):
         engine = infinity.initialize(model=seeded(Stack), config=config, device=CpuDevice())[0]
     with engine:

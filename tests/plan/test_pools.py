@@ -12,7 +12,7 @@ from infinity.config import Config
 from infinity.plan.layout import Discovered, DiscoveredUnit, Member
 from infinity.plan.plan import lay_out
 from infinity.plan.policy import RankInfo, policy
-from infinity.plan.pools import size_classes, unit_pool
+from infinity.plan.pools import _in_flight, size_classes, unit_pool
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=9)
 
@@ -170,3 +170,9 @@ def test_the_depth_ahead_is_the_largest_that_fits_in_half_of_the_room() -> None:
 
 def test_an_explicit_depth_ahead_does_not_depend_on_the_room() -> None:
     assert limited(1, prefetch_bytes=8 * LINEAR) == limited(1 << 40, prefetch_bytes=8 * LINEAR)
+
+
+def test_small_buffers_between_threads_are_many() -> None:
+    """Sixteen times as many, as long as they take 1 MiB at most; none more in debug mode."""
+    assert [_in_flight(4, nbytes, debug=False) for nbytes in (8 << 10, 64 << 10, 1 << 20)] == [64, 16, 4]
+    assert _in_flight(4, 8 << 10, debug=True) == 4

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +17,10 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from infinity.errors import OutOfSpaceError, StorageError
-from infinity.plan.io import LARGEST_CHUNK, SMALLEST_CHUNK, ranges, shares, stripe_chunk
-from infinity.tiers import files
+from infinity.plan.io import LARGEST_CHUNK, LONGEST_STRIPE, SMALLEST_CHUNK, IoPlan, Stripe, stripe_chunk, weights_of
+from infinity.tiers import files, io as tier_io
 from infinity.tiers.files import SwapFile, open_swap_files
-from infinity.tiers.io import open_engine
+from infinity.tiers.io import engine_of, open_engine
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.nvme import NvmeTier
 from support.configs import engine_config
@@ -52,37 +54,104 @@ def test_a_chunk_is_a_piece_within_bounds(block_size: int) -> None:
         assert chunk == block_size
 
 
-@given(st.integers(1, 10_000_000), st.integers(1, 16).map(lambda n: n * CHUNK), st.integers(1, 5))
-def test_shares_are_what_the_chunks_need(nbytes: int, chunk: int, paths: int) -> None:
-    needed = [0] * paths
+WEIGHTS = st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any).map(tuple)
+
+
+@given(st.integers(1, 5))
+def test_equal_weights_are_round_robin(files: int) -> None:
+    assert Stripe(CHUNK, (1,) * files).order == tuple(range(files))
+    assert Stripe(CHUNK, (3,) * files).order == tuple(range(files)) * 3
+
+
+def test_chunks_of_a_file_are_spread_evenly() -> None:
+    assert Stripe(CHUNK, (3, 1)).order == (0, 0, 1, 0)
+    assert Stripe(CHUNK, (1, 3, 2)).order == (1, 2, 0, 1, 2, 1)
+
+
+@given(st.integers(1, 10_000_000), st.integers(1, 16).map(lambda n: n * CHUNK), WEIGHTS)
+def test_sizes_are_what_the_chunks_need(nbytes: int, chunk: int, weights: tuple[int, ...]) -> None:
+    """A file has its share of the chunks, within one stripe."""
+    stripe = Stripe(chunk, weights)
+    needed = [0] * len(weights)
     for number in range(-(-nbytes // chunk)):
-        needed[number % paths] += chunk
-    assert shares(nbytes, chunk, paths) == [max(share, chunk) for share in needed]
+        needed[stripe.order[number % len(stripe.order)]] += chunk
+    assert stripe.sizes(nbytes) == [max(each, chunk) for each in needed]
+    for each, weight in zip(needed, weights, strict=True):
+        assert abs(each - nbytes * weight / sum(weights)) <= chunk * weight
 
 
-@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 4), st.integers(1, 5))
-def test_ranges_are_the_bytes_of_each_file(offset: int, nbytes: int, chunk: int, paths: int) -> None:
-    held: list[list[int]] = [[] for _ in range(paths)]
-    for byte in range(offset, offset + nbytes):
-        held[byte // chunk % paths].append(byte // chunk // paths * chunk + byte % chunk)
-    assert [list(range(*part)) for part in ranges(offset, nbytes, chunk, paths)] == held
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 4), WEIGHTS)
+def test_every_byte_has_one_place(offset: int, nbytes: int, chunk: int, weights: tuple[int, ...]) -> None:
+    """Pieces and ranges agree with a count of the chunks, and no two bytes share a place."""
+    stripe = Stripe(chunk, weights)
+    places, ends = [], [0] * len(weights)
+    for start in range(0, offset + nbytes, chunk):
+        file = stripe.order[start // chunk % len(stripe.order)]
+        places += [(file, ends[file] + byte) for byte in range(chunk)]
+        ends[file] += chunk
+    wanted = places[offset : offset + nbytes]
+    assert len({*places}) == len(places)
+    pieces = list(stripe.pieces(offset, nbytes))
+    assert [(file, start + byte) for file, start, length in pieces for byte in range(length)] == wanted
+    for file, (start, stop) in enumerate(stripe.ranges(offset, nbytes)):
+        assert list(range(start, stop)) == [byte for where, byte in wanted if where == file]
+
+
+SPEEDS = st.lists(st.floats(1e6, 1e10), min_size=1, max_size=6)
+
+
+@given(SPEEDS, st.data())
+def test_weights_follow_speeds_and_room(speeds: list[float], data: st.DataObject) -> None:
+    """A stripe by speed is at most as much slower than round robin as measurements vary, and keeps the limits."""
+    limits = data.draw(st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0]), min_size=len(speeds), max_size=len(speeds)))
+    free = weights_of(speeds, [1.0] * len(speeds))
+    assert sum(free) <= LONGEST_STRIPE and min(free) >= 0
+    assert _rate(free, speeds) >= 0.89 * _rate((1,) * len(speeds), speeds)
+    tight = weights_of(speeds, limits)
+    if tight != (1,) * len(speeds):
+        assert all(weight <= sum(tight) * limit for weight, limit in zip(tight, limits, strict=True))
+
+
+def _rate(weights: Sequence[int], speeds: Sequence[float]) -> float:
+    return sum(weights) / max(weight / speed for weight, speed in zip(weights, speeds, strict=True))
+
+
+@given(st.lists(st.floats(0.8, 1.0), min_size=1, max_size=6), st.floats(1e6, 1e10))
+def test_similar_speeds_are_round_robin(parts: list[float], fastest: float) -> None:
+    assert weights_of([part * fastest for part in [*parts, 1.0]], [1.0] * (len(parts) + 1)) == (1,) * (len(parts) + 1)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "limits", "weights"),
+    [
+        ((3, 1), (1, 1), (3, 1)),
+        ((3.2, 1), (1, 1), (3, 1)),
+        ((1, 2, 3), (1, 1, 1), (1, 2, 3)),
+        ((100, 1), (1, 1), (1, 0)),  # with a chunk in each stripe, the second drive would be the limit
+        ((3, 1), (0.5, 1), (1, 1)),
+        ((3, 1), (0.2, 1), (1, 4)),
+        ((1, 1), (0.25, 1), (1, 3)),
+        ((1, 1), (0, 1), (0, 1)),
+        ((3, 1), (0.2, 0.2), (1, 1)),  # nothing fits, which is an error of the file
+    ],
+)
+def test_weights_of_speeds(speeds: Sequence[float], limits: Sequence[float], weights: tuple[int, ...]) -> None:
+    assert weights_of(speeds, limits) == weights
 
 
 class Model:
-    """A model of a striped file: byte o is in member (o // chunk) % n at the offset in the map."""
+    """A model of a striped file: each member has its chunks of the whole, one after the other."""
 
-    def __init__(self, nbytes: int, members: int) -> None:
-        self.members = members
+    def __init__(self, nbytes: int, order: Sequence[int]) -> None:
+        self.order = order
         self.data = bytearray(nbytes)
 
     def member(self, number: int, size: int) -> bytes:
-        held = bytearray(size)
+        held = bytearray()
         for offset in range(0, len(self.data), CHUNK):
-            if offset // CHUNK % self.members == number:
-                piece = self.data[offset : offset + CHUNK]
-                place = offset // CHUNK // self.members * CHUNK
-                held[place : place + len(piece)] = piece
-        return bytes(held)
+            if self.order[offset // CHUNK % len(self.order)] == number:
+                held += self.data[offset : offset + CHUNK]
+        return bytes(held).ljust(size, b"\0")
 
 
 def member_bytes(swap: SwapFile) -> list[bytes]:
@@ -98,7 +167,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 9 * CHUNK), st.integers(1, 4 * CHUNK)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ranges=RANGES,
-    members=st.integers(1, 4),
+    weights=st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple),
     threads=st.integers(1, 3),
     block_size=st.sampled_from([4096, 20_480, CHUNK, 4 * CHUNK]),
     shift=st.sampled_from([0, 0, 100]),
@@ -106,18 +175,19 @@ RANGES = st.lists(st.tuples(st.integers(0, 9 * CHUNK), st.integers(1, 4 * CHUNK)
 def test_every_byte_is_where_the_map_says(
     tmp_path: Path,
     ranges: list[tuple[int, int]],
-    members: int,
+    weights: tuple[int, ...],
     threads: int,
     block_size: int,
     shift: int,
 ) -> None:
     """Aligned and unaligned requests of every length, against the model; `shift` bytes of memory are skipped."""
     nbytes = 13 * CHUNK
-    model = Model(nbytes, members)
+    members = len(weights)
+    model = Model(nbytes, Stripe(CHUNK, weights).order)
     memory = host_tensor(nbytes + 4096)
     at = memory[shift:]
     with (
-        open_swap_files([tmp_path] * members, nbytes, name="x", chunk=CHUNK) as swap,
+        open_swap_files([tmp_path] * members, nbytes, name="x", chunk=CHUNK, weights=weights) as swap,
         open_engine(block_size=block_size, queue_depth=4, threads=threads) as engine,
     ):
         for number, (offset, length) in enumerate(ranges):
@@ -281,6 +351,92 @@ def test_a_second_path_that_is_small(tmp_path: Path, small_disk: Path) -> None:
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
+def io_plan(folders: Sequence[Path], nbytes: int) -> IoPlan:
+    stripe = Stripe(CHUNK, (1,) * len(folders))
+    return IoPlan(tuple(folders), nbytes, 0, stripe, "auto", CHUNK, 32, len(folders), 0)
+
+
+class Throttled:
+    """An engine for two folders that takes `seconds` for each chunk of a folder in one direction."""
+
+    def __init__(self, io: IoPlan, read: Sequence[float], write: Sequence[float]) -> None:
+        self.engine = engine_of(io)
+        self.seconds = {"read": read, "write": write}
+        self.free = [0.0, 0.0]
+        """When each folder is done with all requests so far."""
+
+    def __enter__(self) -> Throttled:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.engine.close()
+
+    def read(self, file: Any, offset: int, address: int, nbytes: int) -> Any:
+        return self._start("read", file, offset, address, nbytes)
+
+    def write(self, file: Any, offset: int, address: int, nbytes: int) -> Any:
+        return self._start("write", file, offset, address, nbytes)
+
+    def _start(self, way: str, file: Any, offset: int, address: int, nbytes: int) -> Any:
+        assert nbytes == CHUNK
+        folder = offset // CHUNK % 2
+        until = self.free[folder] = max(self.free[folder], time.perf_counter()) + self.seconds[way][folder]
+        request = getattr(self.engine, way)(file, offset, address, nbytes)
+
+        def wait() -> int:
+            time.sleep(max(0.0, until - time.perf_counter()))
+            return int(request.wait())
+
+        return SimpleNamespace(wait=wait)
+
+
+@pytest.mark.parametrize(
+    ("write", "writes", "ratio"),
+    [((0.003, 0.009), True, 3), ((0.003, 0.003), True, 2), ((0.009, 0.003), False, 3)],
+    ids=["both", "reads only are slow", "only reads count"],
+)
+def test_a_throttled_file_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: tuple[float, float], writes: bool, ratio: float
+) -> None:
+    """The second folder reads at a third of the speed."""
+    monkeypatch.setattr(tier_io, "engine_of", lambda io: Throttled(io, (0.003, 0.009), write))
+    first, second = tier_io._speeds(io_plan(folders(tmp_path, 2), MB), writes=writes)
+    assert 0.8 * ratio < first / second < 1.25 * ratio
+    assert os.listdir(tmp_path / "disk0") == os.listdir(tmp_path / "disk1") == []
+
+
+def test_one_file_system_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_io, "_speeds", lambda *_, **__: pytest.fail("measured"))
+    io = io_plan(folders(tmp_path, 2), 1 << 30)
+    assert tier_io.striped_by_speed(io, 1) is io
+    missing = io_plan([tmp_path, tmp_path / "none"], 1 << 30)
+    assert tier_io.striped_by_speed(missing, 1) is missing
+
+
+def test_a_small_file_is_not_measured(tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_io, "_speeds", lambda *_, **__: pytest.fail("measured"))
+    io = io_plan([tmp_path, small_disk], (32 << 20) - 1)
+    assert tier_io.striped_by_speed(io, 1) is io
+
+
+@pytest.mark.parametrize(("ranks", "weights"), [(1, (11, 1)), (2, (23, 1)), (1000, (1, 0))])
+def test_a_folder_holds_no_more_than_its_room(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, weights: tuple[int, int]
+) -> None:
+    """The small one is the faster, and the file opens although round robin would not fit."""
+    monkeypatch.setattr(tier_io, "_speeds", lambda *_, **__: [1.0, 2.0])
+    io = io_plan([tmp_path, small_disk], 44 << 20)
+    assert tier_io.striped_by_speed(io, ranks).stripe.weights == weights
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*refuses direct I/O")
+        open_swap_files(io.folders, io.nbytes, name="x", chunk=CHUNK, weights=weights).close()
+
+
+def test_no_room_to_measure(tmp_path: Path, small_disk: Path) -> None:
+    io = io_plan([tmp_path, small_disk], 1 << 30)
+    assert tier_io.striped_by_speed(io, 1) is io
+
+
 def trained_on(paths: Sequence[Path], options: dict[str, Any], device: LateDevice | None = None) -> Result:
     config = engine_config(folder=paths, prefetch_bytes=20_000, **options)
     with open_training(seeded(Stack), config, device) as engine:
@@ -309,8 +465,16 @@ def test_training_is_the_same(tmp_path: Path, options: dict[str, Any], late: boo
     assert_same(three, one)
 
 
-def test_training_on_two_file_systems(tmp_path: Path, small_disk: Path) -> None:
+@pytest.mark.parametrize("shares", ["auto", "equal", [3, 1]], ids=str)
+def test_training_on_two_file_systems(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, shares: Any
+) -> None:
+    """Training is bit-identical for any shares; `auto` measures."""
+    measure = tier_io._speeds
+    monkeypatch.setattr(tier_io, "_MEASURED", 2 * CHUNK)
+    monkeypatch.setattr(tier_io, "_speeds", lambda io, writes: [1.0, 3.0] if all(measure(io, writes=writes)) else [])
     (first,) = folders(tmp_path, 1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*refuses direct I/O")
-        assert_same(trained_on([first, small_disk], {"aio": AIO}), trained_on([first], {"aio": AIO}))
+        two = trained_on([first, small_disk], {"aio": {**AIO, "shares": shares}})
+        assert_same(two, trained_on([first], {"aio": AIO}))

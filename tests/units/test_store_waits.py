@@ -33,7 +33,7 @@ class Pending:
 
     def __init__(self, unit: Unit | None = None) -> None:
         self.waited = False
-        self._references = [] if unit is None else [unit.shard_bytes(0)]
+        self._references = [] if unit is None else [unit.shard_bytes(0)[:]]
 
     def wait(self) -> None:
         self.waited = True

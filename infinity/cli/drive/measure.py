@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from infinity.cli.drive.pattern import PAGE, PERIOD, Contents
 from infinity.errors import OutOfMemoryError
 from infinity.native import _aio
-from infinity.plan.io import LARGEST_CHUNK
+from infinity.plan.io import LARGEST_CHUNK, IoPlan, Stripe
 from infinity.tiers.available import available_memory
 from infinity.tiers.files import open_swap_files
-from infinity.tiers.io import open_engine
+from infinity.tiers.io import open_engine, striped_by_speed
 from infinity.tiers.memory import host_tensor
 
 Op = Literal["read", "write", "mixed"]
@@ -139,16 +139,16 @@ class Bench:
         workloads: Iterable[Workload],
         *,
         chunk: int = LARGEST_CHUNK,
+        weights: Sequence[int] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """size: bytes of the file, at least two pages. chunk: bytes of a stripe's chunk. clock: returns seconds; for
-        tests.
+        """size: bytes of the file, at least two pages. chunk, weights: of the stripe; by default weights by speed, as
+        in training. clock: returns seconds; for tests.
         """
         self.paths = [Path(path) for path in paths]
         self.nbytes = size // PAGE * PAGE
         if self.nbytes < 2 * PAGE:
             raise ValueError(f"the file needs at least {2 * PAGE} bytes, not {size}")
-        self._chunk = chunk
         self._clock = clock
         self.verified_bytes = 0
         """Number of bytes read and verified so far."""
@@ -160,7 +160,9 @@ class Bench:
             hint = "lower the block size, the queue depth or the number of threads"
             raise OutOfMemoryError("host memory", ring + PERIOD + longest, available_memory(), hint)
         with ExitStack() as undo:
-            self._swap = undo.enter_context(open_swap_files(self.paths, self.nbytes, name="measurement", chunk=chunk))
+            self.weights = tuple(weights) or _weights_by_speed(self.paths, self.nbytes, chunk, works[-1])
+            self._swap = open_swap_files(self.paths, self.nbytes, name="measurement", chunk=chunk, weights=self.weights)
+            undo.callback(self._swap.close)
             self.contents = Contents(self.nbytes, longest)
             self._ring = host_tensor(ring)
             self.layout = self._lay_out()
@@ -333,5 +335,21 @@ class Bench:
                 f"byte {wrong.offset:,} of {self.nbytes:,} was read as {wrong.read:#04x}, but {wrong.expected:#04x} "
                 "was written: check this drive (kernel log, smartctl) before you store data on it"
             )
-            raise OSError(errno.EIO, text, str(self.paths[wrong.offset // self._chunk % len(self.paths)]))
+            file, *_ = next(self._swap.stripe.pieces(wrong.offset, 1))
+            raise OSError(errno.EIO, text, str(self.paths[file]))
         self.verified_bytes += len(done.buffer)
+
+
+def _weights_by_speed(paths: Sequence[Path], nbytes: int, chunk: int, work: Workload) -> tuple[int, ...]:
+    io = IoPlan(
+        folders=tuple(paths),
+        nbytes=nbytes,
+        passing=0,
+        stripe=Stripe(chunk, (1,) * len(paths)),
+        engine=work.engine,
+        block_size=work.block_size,
+        queue_depth=work.queue_depth,
+        threads=work.threads * len(paths),
+        checksum_block=0,
+    )
+    return striped_by_speed(io, 1).stripe.weights

@@ -45,7 +45,7 @@ def add_defaults(draft: Draft) -> None:
                 draft.default(f"{section}.params.{name}", value)
 
 
-_KEEPS_AUTO = ("aio.engine", "data_types.keep_in_fp32_modules")
+_KEEPS_AUTO = ("aio.engine", "aio.shares", "data_types.keep_in_fp32_modules")
 """Keys, besides those of section `infinity`, of which "auto" is a value."""
 
 

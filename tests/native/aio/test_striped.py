@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ CHUNK = 2 * BLOCK
 SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 
 
-def dealt(whole: bytes, members: int) -> list[bytes]:
+def dealt(whole: bytes, members: int, order: Sequence[int]) -> list[bytes]:
     """Return the bytes of each member of a striped file."""
-    chunks = [whole[at : at + CHUNK] for at in range(0, len(whole), CHUNK)]
-    return [b"".join(chunks[member::members]) for member in range(members)]
+    chunks: list[list[bytes]] = [[] for _ in range(members)]
+    for at in range(0, len(whole), CHUNK):
+        chunks[order[at // CHUNK % len(order)]].append(whole[at : at + CHUNK])
+    return [b"".join(each) for each in chunks]
 
 
 @pytest.mark.parametrize("members", [1, 2, 3])
@@ -27,9 +30,13 @@ def dealt(whole: bytes, members: int) -> list[bytes]:
 def test_against_a_model(
     data: st.DataObject, store: Any, memory: Any, scramble: Any, engine: Any, mode: str, members: int, threads: int
 ) -> None:
+    """Members in turn, or in any order with repetitions, in which some may be missing."""
+    drawn = data.draw(st.lists(st.integers(0, members - 1), max_size=7), label="order")
+    order = drawn or list(range(members))
     size = members * 4 * CHUNK
-    disks = [store(4 * CHUNK, mode) for _ in range(members)]
-    whole = _aio.File.striped([disk.file for disk in disks], CHUNK)
+    held = [len(part) for part in dealt(bytes(size), members, order)]
+    disks = [store(max(BLOCK, nbytes), mode) for nbytes in held]
+    whole = _aio.File.striped([disk.file for disk in disks], CHUNK, drawn)
     io, buffer = engine(BLOCK, 4, threads), memory(size + BLOCK)
     model = bytearray(size)
     for turn in range(data.draw(st.integers(1, 4))):
@@ -41,7 +48,8 @@ def test_against_a_model(
         buffer[shift : shift + end - begin] = values = scramble(end - begin, turn)
         model[begin:end] = values
         assert io.write(whole, begin, buffer.address + shift, end - begin).wait(10) == end - begin
-    assert [disk.content() for disk in disks] == dealt(bytes(model), members)
+    contents = [disk.content()[:nbytes] for disk, nbytes in zip(disks, held, strict=True)]
+    assert contents == dealt(bytes(model), members, order)
     buffer[:size] = bytes(size)
     assert io.read(whole, 0, buffer.address, size).wait(10) == size
     assert buffer[:size] == model
@@ -82,6 +90,12 @@ def test_members_have_threads_of_their_own(store: Any, memory: Any, engine: Any,
 def test_what_makes_no_sense(store: Any, files: int, chunk: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _aio.File.striped([store(BLOCK).file for _ in range(files)], chunk)
+
+
+@pytest.mark.parametrize("order", [[0, 2], [-1, 0], [0] * 4097], ids=["beyond", "negative", "too long"])
+def test_an_order_names_the_files(store: Any, order: list[int]) -> None:
+    with pytest.raises(ValueError, match="order"):
+        _aio.File.striped([store(BLOCK).file, store(BLOCK).file], CHUNK, order)
 
 
 def test_not_of_striped_files(store: Any) -> None:
