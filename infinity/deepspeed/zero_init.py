@@ -125,6 +125,13 @@ class _Gathered(gather.GatheredParameters):
             engine.parts.store.hold_back_edits(units)
         return self
 
+    def _hold(self, engine: BaseEngine, units: list[Unit]) -> None:
+        # Edits in place are discarded by a copy of the bytes of before.
+        copied = sum(unit.layout.nbytes for unit in units if engine.parts.store.buffers.in_place(unit))
+        if copied and self._modifier is None:
+            check_room(engine, copied)
+        super()._hold(engine, units)
+
     def __exit__(self, *raised: object) -> None:
         held_back = list(self._read_only())
         try:

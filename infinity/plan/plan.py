@@ -26,6 +26,7 @@ from infinity.plan.policy import (
     trained_dtype,
     update_schedule,
     updated_in_forward,
+    used_in_place,
 )
 from infinity.plan.pools import (
     ACTIVATIONS,
@@ -58,6 +59,8 @@ class Plan:
     """When units are updated; None: never, since the engine is for inference."""
     in_forward: frozenset[int]
     """Units that `during_backward` leaves to the next forward (`infinity.forward_updates`)."""
+    in_place: frozenset[int]
+    """Units that the model uses in their extent, without a buffer."""
     pools: tuple[PoolSpec, ...]
     prefetch_bytes: int
     """Bytes of units to fetch ahead of the one in use."""
@@ -190,10 +193,11 @@ def make_plan(
         placement=place([], rules),
         update=update_schedule(config) if train else None,
         in_forward=updated_in_forward(layouts, config.infinity.forward_updates) if train else frozenset(),
+        in_place=frozenset(),
         pools=(),
         prefetch_bytes=0,
-        cached_bytes=0 if rules.resident else cached_bytes(config, layouts),
-        least_unit_bytes=least_unit_bytes(discovered, layouts, repeats=not train),
+        cached_bytes=0,
+        least_unit_bytes=0,
         io=None,
         activations=plan_activations(config, device),
         ranks=ranks,
@@ -240,8 +244,20 @@ def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster) 
         pool.nbytes for pool in pools if pool.tier.on_device
     )
     room = device.usable - taken if device.usable else None
-    units, prefetch_bytes = unit_pool(config, discovered, layouts, rules, room, repeats=bare.update is None)
-    return replace(bare, placement=placement, pools=(units, *pools), prefetch_bytes=prefetch_bytes, io=io)
+    in_place = used_in_place(placement, ranks, device) if bare.update is None else frozenset[int]()
+    moved, layouts = discovered.without(in_place), [layout for layout in layouts if layout.index not in in_place]
+    repeats = bare.update is None
+    units, prefetch_bytes = unit_pool(config, moved, layouts, rules, room, repeats=repeats)
+    return replace(
+        bare,
+        placement=placement,
+        in_place=in_place,
+        pools=(units, *pools),
+        prefetch_bytes=prefetch_bytes,
+        cached_bytes=0 if rules.resident else cached_bytes(config, layouts),
+        least_unit_bytes=least_unit_bytes(moved, layouts, repeats=repeats),
+        io=io,
+    )
 
 
 def lay_out(
