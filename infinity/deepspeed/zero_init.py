@@ -18,6 +18,7 @@ from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.parameter_names import ZeroParamStatus as ZeroParamStatus
 from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
 from infinity.engine.base import BaseEngine, open_engines
+from infinity.engine.room import check_room
 from infinity.errors import ConfigError, user_level
 from infinity.units.unit import Unit
 
