@@ -103,10 +103,12 @@ def run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     model, engine = load(args, kind)
     ids = torch.randint(3, args.vocab, (1, args.prompt), generator=torch.Generator().manual_seed(1))
     times: list[float] = []
+    worked: list[float] = []
     seen: list[Any] = []
 
     def tick(*_: Any) -> None:
         times.append(time.perf_counter())
+        worked.append(time.process_time())
         if engine is not None:
             seen.append(engine.ledger.snapshot())
 
@@ -122,6 +124,7 @@ def run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
         "said": said[0].tolist(),
         "prompt": seconds[0],
         "tokens": seconds[WARM_UP:],
+        "processor": [after - before for before, after in pairwise(worked)][WARM_UP:],
         "peak_rss": harness.peak_rss(),
     }
     if engine is not None:

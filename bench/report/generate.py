@@ -22,6 +22,7 @@ def column(kind: str, runs: list[dict[str, Any]], disk: float) -> dict[str, floa
     """Figures of one kind, by name. disk: GB/s."""
     found = {
         "tokens a second": 1 / statistics.median(seconds for run in runs for seconds in run["tokens"]),
+        "processor time a token, s": statistics.median(seconds for run in runs for seconds in run["processor"]),
         "prompt, s": median(runs, "prompt"),
         "peak RSS, GB": max(run["peak_rss"] for run in runs) / 1e9,
     }

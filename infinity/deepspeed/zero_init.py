@@ -18,6 +18,7 @@ from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.parameter_names import ZeroParamStatus as ZeroParamStatus
 from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
 from infinity.engine.base import BaseEngine, open_engines
+from infinity.engine.room import check_room
 from infinity.errors import ConfigError, user_level
 from infinity.units.unit import Unit
 
@@ -124,6 +125,13 @@ class _Gathered(gather.GatheredParameters):
         for engine, units in self._read_only():
             engine.parts.store.hold_back_edits(units)
         return self
+
+    def _hold(self, engine: BaseEngine, units: list[Unit]) -> None:
+        # Edits in place are discarded by a copy of the bytes of before.
+        copied = sum(unit.layout.nbytes for unit in units if engine.parts.store.buffers.in_place(unit))
+        if copied and self._modifier is None:
+            check_room(engine, copied)
+        super()._hold(engine, units)
 
     def __exit__(self, *raised: object) -> None:
         held_back = list(self._read_only())

@@ -39,6 +39,8 @@ def describe(plan: Plan) -> str:
     purpose = f"update {plan.update.replace('_', ' ')}" if plan.update else "for inference"
     if plan.in_forward:
         purpose += f", of {counted(len(plan.in_forward), 'unit')} in the next forward"
+    if plan.in_place:
+        purpose += f", {counted(len(plan.in_place), 'unit')} in place"
     held = plan.nbytes()
     passing = "".join(
         f"; up to {show_bytes(more)} more on {tier} while gradients wait, as in the first step"

@@ -30,9 +30,7 @@ def make_room(engine: BaseEngine, units: Sequence[Unit]) -> Counter[int]:
     if max(sizes.values(), default=0) <= EXTRA:  # may be made at any time
         return Counter()
     needed = sum(size * count for size, count in sizes.items())
-    available, memory = min(engine.ranks.gather(min(_spaces(engine))))
-    if needed > available:
-        raise OutOfMemoryError(memory, needed, available, _LESS)
+    check_room(engine, needed)
     if needed > engine.parts.most_gathered:  # more than each block before
         engine.parts.note_gathered(needed)
         if engine.ranks.is_main_rank:
@@ -46,6 +44,13 @@ def make_room(engine: BaseEngine, units: Sequence[Unit]) -> Counter[int]:
             )
     buffers.grant(sizes)
     return sizes
+
+
+def check_room(engine: BaseEngine, needed: int) -> None:
+    """Raise OutOfMemoryError on all ranks if `needed` bytes of the model's memory are too many on one. Collective."""
+    available, memory = min(engine.ranks.gather(min(_spaces(engine))))
+    if needed > available:
+        raise OutOfMemoryError(memory, needed, available, _LESS)
 
 
 def _spaces(engine: BaseEngine) -> Iterator[tuple[int, str]]:

@@ -190,8 +190,9 @@ def wire(
     pools = Pools(plan.own_pools, device, tiers.values(), debug=plan.debug)
     pool = pools[sizes.UNITS]
     schedule = Schedule(
-        [unit.layout.nbytes for unit in units],
-        [pool.size_class(unit.layout.nbytes) for unit in units],
+        # Units in place take no buffer, and no part of those for units ahead.
+        [0 if unit.index in plan.in_place else unit.layout.nbytes for unit in units],
+        [0 if unit.index in plan.in_place else pool.size_class(unit.layout.nbytes) for unit in units],
         Step(plan.accumulation, early=plan.update == "during_backward", managed=plan.managed_accumulation),
         prefetch_bytes=plan.prefetch_bytes,
         alone=ranks.is_single,
@@ -202,7 +203,7 @@ def wire(
     coming = ComingGradients(backward)
     training: UpdateParts | None = None
     if plan.update is None:
-        store = UnitStore(units, pool, states, device, ranks, schedule, in_tier=())
+        store = UnitStore(units, pool, states, device, ranks, schedule, in_tier=(), in_place=plan.in_place)
         scope = Scope(SavedTensors(backward, activations), store.resident)
         runner = Runner(schedule, store, scope, device, ranks)
     else:

@@ -7,7 +7,7 @@ A unit is one contiguous, padded flat tensor of one dtype. Rank `r` of `world_si
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -48,6 +48,16 @@ class Discovered:
     """Sets of units (indices) that nested modules hold at once."""
     blocks: frozenset[frozenset[int]] = field(default_factory=frozenset)
     """Units (indices) of each repeated block that contains no other."""
+
+    def without(self, units: Collection[int]) -> Discovered:
+        """Return the model without these units (indices); the others are numbered anew."""
+        numbers = {unit: number for number, unit in enumerate(i for i in range(len(self.units)) if i not in units)}
+
+        def kept(sets: frozenset[frozenset[int]]) -> frozenset[frozenset[int]]:
+            found = (frozenset(numbers[unit] for unit in each if unit in numbers) for each in sets)
+            return frozenset(each for each in found if each)
+
+        return Discovered(tuple(self.units[unit] for unit in numbers), kept(self.held_together), kept(self.blocks))
 
 
 # Every parameter starts at a block of 8-bit moments, which share a scale (`infinity.optim.moments.BLOCK`).

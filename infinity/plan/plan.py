@@ -28,6 +28,7 @@ from infinity.plan.policy import (
     trained_dtype,
     update_schedule,
     updated_in_forward,
+    used_in_place,
 )
 from infinity.plan.pools import (
     ACTIVATIONS,
@@ -62,6 +63,8 @@ class Plan:
     """Units that `during_backward` leaves to the next forward (`infinity.forward_updates`)."""
     drafted: frozenset[int]
     """Units whose updates may be drafts (`infinity.speculate`)."""
+    in_place: frozenset[int]
+    """Units that the model uses in their extent, without a buffer."""
     pools: tuple[PoolSpec, ...]
     prefetch_bytes: int
     """Bytes of units to fetch ahead of the one in use."""
@@ -203,12 +206,11 @@ def make_plan(
         update=update_schedule(config) if train else None,
         in_forward=updated_in_forward(layouts, config.infinity.forward_updates) if train else frozenset(),
         drafted=frozenset(),
+        in_place=frozenset(),
         pools=(),
         prefetch_bytes=0,
-        cached_bytes=0 if rules.resident else cached_bytes(config, layouts),
-        least_unit_bytes=least_unit_bytes(
-            discovered, layouts, repeats=not train, leaves_late=not device.host_addressable
-        ),
+        cached_bytes=0,
+        least_unit_bytes=0,
         io=None,
         activations=plan_activations(config, device),
         ranks=ranks,
@@ -260,14 +262,19 @@ def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster, 
         pool.nbytes for pool in pools if pool.tier.on_device
     )
     room = device.usable - taken if device.usable else None
+    in_place = used_in_place(placement, ranks, device) if bare.update is None else frozenset[int]()
+    moved, left = discovered.without(in_place), [layout for layout in layouts if layout.index not in in_place]
     order = {"repeats": bare.update is None, "leaves_late": not device.host_addressable}
-    units, prefetch_bytes = unit_pool(config, discovered, layouts, rules, room, **order)
+    units, prefetch_bytes = unit_pool(config, moved, left, rules, room, **order)
     return replace(
         bare,
         placement=placement,
         drafted=drafts.units,
+        in_place=in_place,
         pools=(units, *pools),
         prefetch_bytes=prefetch_bytes,
+        cached_bytes=0 if rules.resident else cached_bytes(config, left),
+        least_unit_bytes=least_unit_bytes(moved, left, **order),
         io=io,
     )
 

@@ -201,6 +201,17 @@ def updated_in(placement: Placement, unit: int, *, host_addressable: bool) -> Up
     return "buffer" if host_addressable else "staging"
 
 
+def used_in_place(placement: Placement, ranks: RankInfo, device: DeviceInfo) -> frozenset[int]:
+    """Return the units that inference uses where they are stored, without a buffer: whole ones, in memory in which the
+    model computes [Note: units in place].
+    """
+    if ranks.shards > 1 or not device.host_addressable:
+        return frozenset()
+    return frozenset(
+        unit for (unit, state), extent in placement.extents.items() if state is State.PARAM and extent.tier.in_memory
+    )
+
+
 def holds_sums(config: Config, policy: Policy, layouts: Sequence[UnitLayout]) -> bool:
     """Return whether the gradients of any number of micro-batches add up in `data_types.grad_accum_dtype` or in fp32.
 

@@ -108,8 +108,10 @@ def unit_pool(
     update is being written, as long as units are used in their order or its reverse. repeats: the first units follow
     the last, as in inference. leaves_late: sizes with several buffers have one more, for a unit that is leaving. room:
     bytes of the device for these buffers, the activations and everything else. By default, buffers take at most half
-    of it, but at least one unit is prefetched.
+    of it, but at least one unit is prefetched. Without units there are none.
     """
+    if not layouts:
+        return PoolSpec(UNITS, TierKind.DEVICE, {}), 0
     sizes = [layout.nbytes for layout in layouts]
     if policy.resident:
         return PoolSpec(UNITS, TierKind.DEVICE, size_classes(sizes, 0, [sizes])), sum(sizes)
@@ -200,6 +202,8 @@ def _together(
 
 def cached_bytes(config: Config, layouts: Sequence[UnitLayout]) -> int:
     """Return the bytes of units that stay resident: `infinity.cache_bytes`."""
+    if not layouts:
+        return 0
     asked = config.infinity.cache_bytes
     if asked != "auto":
         return int(asked)

@@ -55,6 +55,18 @@ def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
     return tensor
 
 
+def with_own_storage(memory: torch.Tensor) -> torch.Tensor:
+    """Return a part of a host tensor, uint8 (n,), as a tensor whose storage is that part alone.
+
+    It keeps the mapping.
+    """
+    start = memory.untyped_storage().data_ptr()
+    # torch refuses a buffer of no bytes.
+    if not memory.numel():
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(_mappings[start], dtype=torch.uint8, count=memory.numel(), offset=memory.data_ptr() - start)
+
+
 def first_touch(tensor: torch.Tensor) -> None:
     """Zero fresh host memory, uint8 (n,), with as many threads as later update it.
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from infinity.errors import InfinityError
 from infinity.schedule.schedule import Schedule
@@ -41,12 +43,16 @@ class Leaving:
 class UnitBuffers:
     """Leases of units from `pool`. `schedule` decides whose buffer a unit takes."""
 
-    def __init__(self, units: Sequence[Unit], pool: Pool, schedule: Schedule) -> None:
+    def __init__(
+        self, units: Sequence[Unit], pool: Pool, schedule: Schedule, extents: Mapping[int, torch.Tensor]
+    ) -> None:
+        """extents: index → memory of units in place, whose buffer is their extent."""
         self._units = units
         self._pool = pool
         self._schedule = schedule
-        self._sizes = [pool.size_class(unit.layout.nbytes) for unit in units]
-        """Size of each unit's buffer in bytes, by unit index."""
+        self._in_place = {index: _pool_of(memory) for index, memory in extents.items()}
+        self._sizes = [0 if unit.index in extents else pool.size_class(unit.layout.nbytes) for unit in units]
+        """Size of each unit's buffer in bytes, by unit index; 0 in place."""
         self._leased: dict[int, Unit] = {}
         """index → unit, for units with a leased buffer."""
         self._leaving: dict[int, Leaving] = {}
@@ -92,6 +98,10 @@ class UnitBuffers:
         del self._leaving[leaving.unit.index]
         leaving.lease.release()
 
+    def in_place(self, unit: Unit) -> bool:
+        """Return whether the unit's buffer is its extent [Note: units in place]."""
+        return unit.index in self._in_place
+
     def exchange(self, unit: Unit) -> Lease:
         """Give a free buffer to a unit whose own was quarantined. Returns its lease.
 
@@ -106,7 +116,7 @@ class UnitBuffers:
     def missing(self, units: Iterable[Unit]) -> Counter[int]:
         """Return size → number of buffers that the pool lacks to hold `units` at once, beside those held now."""
         # Units that are pinned already have their buffer, so they ask for none.
-        sizes = Counter(self._sizes[unit.index] for unit in units if not unit.pin_count)
+        sizes = Counter(self._sizes[unit.index] for unit in units if not unit.pin_count and not self.in_place(unit))
         held = Counter(self._sizes[index] for index, unit in self._leased.items() if unit.pin_count)
         for size in list(sizes):
             sizes[size] -= self._pool.count(size) + self._pool.extra(size) - held[size]
@@ -122,7 +132,7 @@ class UnitBuffers:
 
     def free(self, unit: Unit) -> Lease | None:
         """Return a free buffer for the unit, or None if there is none."""
-        return self._pool.try_lease(unit.layout.nbytes)
+        return self._in_place.get(unit.index, self._pool).try_lease(unit.layout.nbytes)
 
     def is_short(self, unit: Unit) -> bool:
         """Return whether no buffer of the unit's size is free or leaving."""
@@ -146,7 +156,7 @@ class UnitBuffers:
 
     def exceed(self, unit: Unit) -> bool:
         """Return whether the unit has a buffer, and there are more of its size than planned."""
-        return unit.lease is not None and self._pool.extra(unit.layout.nbytes) > 0
+        return unit.lease is not None and not self.in_place(unit) and self._pool.extra(unit.layout.nbytes) > 0
 
     def leaves_first(self, unit: Unit) -> bool:
         """Return whether the unit is evicted before it is used again, as far as the trace shows."""
@@ -187,6 +197,11 @@ class UnitBuffers:
         # Waiting takes time once; a viewed buffer stays with its views, and costs another one.
         yield from waiting
         yield from viewed
+
+
+def _pool_of(memory: torch.Tensor) -> Pool:
+    """Return a pool whose one buffer is `memory`, for the unit that it belongs to. It poisons nothing."""
+    return Pool(lambda _: memory, {memory.numel(): 1}, name="a unit in place")
 
 
 def _is_busy(unit: Unit) -> bool:

@@ -25,7 +25,7 @@ from infinity.plan.placement import Extent, Placement, State, Tile, tiles
 from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
-from infinity.tiers.memory import PAGE, host_tensor
+from infinity.tiers.memory import PAGE, host_tensor, with_own_storage
 from infinity.tiers.transfer import Transfer
 
 _BUFFERS = 2
@@ -212,6 +212,13 @@ class UnitStates:
         """Start reading this rank's shard of the parameters into `shard`, uint8 (shard_nbytes,). See `Tier.fetch`."""
         tier, extent = self._at(layout, State.PARAM)
         return tier.fetch(extent, shard)
+
+    def in_place(self, layout: UnitLayout) -> torch.Tensor:
+        """Return the parameters' extent in host memory, uint8 (shard_nbytes,), as a tensor that owns its storage."""
+        tier, extent = self._at(layout, State.PARAM)
+        memory = tier.memory(extent)
+        assert memory is not None
+        return with_own_storage(memory)
 
     @cached_property
     def reads_ahead(self) -> Sequence[TierKind]:

@@ -84,20 +84,23 @@ class UnitStore:
         ranks: Communicator,
         schedule: Schedule,
         in_tier: Collection[int],
+        in_place: Collection[int] = (),
     ) -> None:
         """pool: device buffers. in_tier: units whose update begins from their parameters in their tier, not from those
-        in their buffer.
+        in their buffer. in_place: units whose buffer is their extent.
         """
         self.units = list(units)
         self.resident = binding.ResidentUnits()
         self.fetches = 0
         self.kept = KeptBuffers(pool, device)
         self._edits = EditChecks(device, len(units))
-        self.buffers = UnitBuffers(self.units, pool, schedule)
+        self.buffers = UnitBuffers(self.units, pool, schedule, {i: states.in_place(units[i].layout) for i in in_place})
         self.failure: OSError | ForcedInterrupt | RanksError | UsageError | None = None
         """Error of a failed transfer. Data did not arrive, so the engine must not continue from this state."""
         self._held_back: set[int] = set()
         """Units whose edits stay out of their tiers until `discard_edits`."""
+        self._before: dict[int, torch.Tensor] = {}
+        """Copies of those in place, whose edits cannot stay out: uint8 (nbytes,), by index."""
         self._commits_steps = False
         self._finds_edits = False
         """True during a backward in which hooks may edit parameters through `.data` (several ranks only)."""
@@ -253,7 +256,7 @@ class UnitStore:
             self.buffers.give(unit, lease)
         else:
             holds = self._give(unit, lease)
-        self.fetches += 1
+        self.fetches += not self.buffers.in_place(unit)
         return holds
 
     def fetch(self, unit: Unit, *, holds: bool) -> None:
@@ -315,7 +318,7 @@ class UnitStore:
         residents.add_buffer(unit)
         self.resident.add(unit)
         if unit.fingerprint is None:
-            unit.note_fingerprint(self._fingerprint(unit))
+            self._note_unedited(unit)
 
     @property
     def is_complete(self) -> bool:
@@ -523,10 +526,16 @@ class UnitStore:
         self.write_edits(units)
         self.await_updates(units)  # their writes read the buffers
         self._held_back.update(unit.index for unit in units)
+        with self.moving():
+            for unit in filter(self.buffers.in_place, units):
+                self._note_unedited(unit)
 
     def release_edits(self, units: Iterable[Unit]) -> None:
         """End `hold_back_edits`."""
-        self._held_back.difference_update(unit.index for unit in units)
+        for unit in units:
+            self._held_back.discard(unit.index)
+            if self._before.pop(unit.index, None) is not None:
+                unit.note_fingerprint(None)
 
     def check_held_back(self) -> None:
         """Raise UsageError if a unit has edits that are held back: states that are read now would hold them."""
@@ -549,6 +558,10 @@ class UnitStore:
         discarded = [unit for unit in units if unit.index in edited]
         with self.moving():
             for unit in discarded:
+                if self.buffers.in_place(unit):
+                    assert unit.lease is not None
+                    unit.lease.tensor.copy_(self._before[unit.index])
+                    continue
                 self.await_update(unit.update)
                 # In the order of an eviction, but without its write: the tier has the values of before the edit.
                 self._leave(unit)
@@ -698,7 +711,7 @@ class UnitStore:
         assert unit.lease is not None
         unit.move(Residency.RELEASED)
         # Views are alive, so the memory is theirs, and the pool makes another buffer [Note: kept views].
-        if unit.lease.is_referenced():
+        if unit.lease.is_referenced() and not self.buffers.in_place(unit):
             self.kept.keep(unit, self.buffers.take(unit), valid=valid)
             self.kept.warn(unit)
         else:
@@ -714,7 +727,7 @@ class UnitStore:
         """
         self.buffers.give(unit, lease)
         if unit not in self.kept:
-            return False
+            return self.buffers.in_place(unit)
         needed = self.kept.is_viewed(unit) or self.kept.is_edited(unit)
         kept = self.kept.take(unit)
         # Nobody sees the kept buffer any more: it is freed with its last reference.
@@ -759,11 +772,24 @@ class UnitStore:
         Raises UsageError, and stops the engine, if it was edited in a backward of several ranks.
         """
         binding.adopt_assigned(unit, self.recorder)
+        # An edit in place is in the tier already.
+        if self.buffers.in_place(unit) and unit.index not in self._before:
+            return False
         edited = self._edits.start(unit)()
         # Each rank has gradients of its own in a backward, so the same hook edits differently on each.
         if edited and self._finds_edits:
             self._refuse_edit(unit)
         return edited
+
+    def _note_unedited(self, unit: Unit) -> None:
+        """Record that a resident unit's buffer has the bytes of its tier, to find edits from now on."""
+        in_place = self.buffers.in_place(unit)
+        if in_place and unit.index not in self._held_back:
+            return
+        unit.note_fingerprint(self._fingerprint(unit))
+        if in_place:
+            assert unit.lease is not None
+            self._before[unit.index] = unit.lease.tensor.clone()
 
     def _fingerprint(self, unit: Unit) -> Fingerprint:
         assert unit.lease is not None
@@ -786,6 +812,9 @@ class UnitStore:
 
     def _write_back(self, unit: Unit, lease: Lease) -> None:
         """Write an edit of this rank's shard to its tier and its masters."""
+        if self.buffers.in_place(unit):
+            self._note_unedited(unit)  # the block that holds edits back keeps this one
+            return
         # A background save reads these states, and must see those of the step that it saves.
         self._await_snapshot(unit)
         shard = unit.layout.shard_of(lease.tensor, self._ranks.shard_rank)

@@ -96,7 +96,7 @@ def test_any_size_and_alignment(n: int, format: str, moments: MomentFormat, shif
 
 
 def test_sources_may_be_the_arrays_themselves() -> None:
-    """Those of which a unit has one copy, such as parameters in a buffer."""
+    """A unit may have one copy of some states, such as parameters in a buffer."""
     n, hyper, grad = 5000, Hyper("adamw", lr=1e-2), torch.ones(5000)
     one, other = (Arrays("remainder", "adamw", "8bit", n) for _ in range(2))
     update_flat(*one.all[:2], grad, *one.all[2:], hyper, 1)
