@@ -32,7 +32,7 @@ def test_number_of_threads(make: Callable[..., Any], format: str, threads: int) 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_updates_together(make: Callable[..., Any], format: str, moments: str, threads: int) -> None:
-    """Of arrays of many sizes, none among them."""
+    """Arrays have many sizes, 0 among them."""
     sizes = 0, 1, N, 300, 0, 65_536, 32_768, 0
     wholes = [make(format, "bf16", n, moments=moments, seed=seed) for seed, n in enumerate(sizes)]
     together = [whole.copy() for whole in wholes]
