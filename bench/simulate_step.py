@@ -66,6 +66,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16, clipping": {"bf16": {"enabled": True}, "gradient_clipping": 1.0},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 12}},
 }
+CASES |= {f"{case}, drafts": {**CASES[case], "host": "160GiB"} for case in ("bf16, clipping", "fp16")}
+"""Name → keys; host: infinity.memory.host, in which second slots of all states fit, so that updates may be drafts."""
 DEVICE_MEMORIES = ("", "30GiB")
 """infinity.memory.device; empty: no states on the device."""
 CLOCKS = {"ideal": dict.fromkeys(OVERHEADS, 0.0) | {"processors": 1}, "": {}, "one DRAM": {}}
@@ -133,6 +135,9 @@ def config_of(args: argparse.Namespace, case: str, device_memory: str) -> Config
     offload = {"device": "cpu", "pin_memory": True}
     optimizer = {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}}
     memory = {"device": device_memory} if device_memory else {}
+    own = dict(CASES[case])
+    if host := own.pop("host", None):
+        memory["host"] = host
     content = {
         "train_batch_size": args.batch,
         "train_micro_batch_size_per_gpu": args.batch,
@@ -140,7 +145,7 @@ def config_of(args: argparse.Namespace, case: str, device_memory: str) -> Config
         "optimizer": optimizer,
         "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
         "infinity": {"moments": "8bit", "cache_bytes": 0, "memory": memory},
-        **CASES[case],
+        **own,
     }
     for given in args.config:
         key, _, value = given.partition("=")
