@@ -265,6 +265,8 @@ class TrainingRunner(Runner):
         Drafts assume that `engine.step()` scales gradients, which are summed over ranks, by `scale`; it does not if
         their squares exceed `ceiling`.
         """
+        if self._drafts and self.schedule.step.is_in_pieces:
+            return  # the pieces before have drafted units that this one does not reach
         self._take_back_drafts()  # a second backward of the step adds to gradients that drafts have used
         self.hypers = hypers
         self._assumed, self._ceiling = (scale, hypers), Ceiling(ceiling)

@@ -262,3 +262,22 @@ def test_late_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, count = run(tmp_path, "nvme", scaled, monkeypatch)
     assert_same(found, expected)
     assert any(count.kept) and count.kept != count.made
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("clip", [1e3, 0.5], ids=["none", "every"])
+def test_micro_batches_that_pass_the_blocks_together(
+    clip: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each piece of the last micro-batch's backward drafts the units that it passes."""
+    results = []
+    for speculate in ("auto", False):
+        config = engine_config(folder=tmp_path, clip=clip, accumulation=3, unit_size=20_000, speculate=speculate)
+        with open_engine(stack(), config) as engine:
+            count = Count(engine, monkeypatch)
+            batches = iter(token_batches(4 * 3))
+            losses = [engine.train_batch(batches, blocks=engine.module.blocks).item() for _ in range(4)]
+            results.append(Result(losses, parameters_of(engine) | states_of(engine)))
+        assert any(count.made) == (speculate == "auto")
+        assert any(count.kept) == (speculate == "auto" and clip > 1)
+    assert_same(*results)
