@@ -4,6 +4,7 @@
 |---|---|
 | wait, settle, join | a statement that waits, or a wait that is passed on: for a transfer, all updates, a thread |
 | after | what a transfer, a collective or an update waits for before it starts |
+| draft | a statement that begins, ends or takes back an update before the norm is known |
 | done | a question whether a transfer has ended: the answer is yes |
 | event | the point that compute has reached: it counts as reached |
 | version, generation, fingerprint, assigned | a comparison that notices an edit or an update, or what it compares |
@@ -40,6 +41,10 @@ _WAITS = {
     "result": "wait",
     "exception": "wait",
     "settle": "settle",
+    "withdraw": "draft",
+    "_take_back_drafts": "draft",
+    "begin_draft": "draft",
+    "end_draft": "draft",
     "barrier": "wait",
     "join": "join",
 }
@@ -48,7 +53,7 @@ _FUNCTIONS = {"_follow"}
 """Functions of a module that wait."""
 _WITHOUT_ARGUMENTS = {"result", "exception", "join"}  # as `", ".join(names)` and `logger.exception(text)` have some
 _COUNTERS = re.compile(r"(?:^|_)(version|generation|fingerprint|assigned|assignment|pin_count|token)s?$")
-_MARKS = re.compile(r"^(updated_early|collected|_overwritten|_kept|kept)$")
+_MARKS = re.compile(r"^(updated_early|collected|_overwritten|_kept|kept|drafted|_drafts)$")
 """Attributes that record events of units."""
 _CHANGES = {"add", "discard", "remove", "pop", "clear", "update"}
 _NOTICES = {"notice"}
