@@ -245,7 +245,7 @@ def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster) 
     )
     room = device.usable - taken if device.usable else None
     in_place = used_in_place(placement, ranks, device) if bare.update is None else frozenset[int]()
-    moved, layouts = discovered.without(in_place), [layout for layout in layouts if layout.index not in in_place]
+    moved, layouts = discovered.without(in_place), tuple(unit for unit in layouts if unit.index not in in_place)
     repeats = bare.update is None
     units, prefetch_bytes = unit_pool(config, moved, layouts, rules, room, repeats=repeats)
     return replace(

@@ -196,8 +196,8 @@ def updated_in(placement: Placement, unit: int, *, host_addressable: bool) -> Up
 
 
 def used_in_place(placement: Placement, ranks: RankInfo, device: DeviceInfo) -> frozenset[int]:
-    """Return the units that inference uses where they are stored, without a buffer: whole ones, in memory that the model
-    computes in [Note: units in place].
+    """Return the units that inference uses in their extent: whole ones, in memory that the model computes in [Note:
+    units in place].
     """
     if ranks.shards > 1 or not device.host_addressable:
         return frozenset()

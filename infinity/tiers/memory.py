@@ -56,14 +56,12 @@ def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
 
 
 def with_own_storage(memory: torch.Tensor) -> torch.Tensor:
-    """Return a part of a host tensor, uint8 (n,), as a tensor whose storage is that part alone. It keeps the mapping."""
+    """Return a part of a host tensor, uint8 (n,), as a tensor with a storage of its own that keeps the mapping."""
     start = memory.untyped_storage().data_ptr()
     # torch refuses a buffer of no bytes.
     if not memory.numel():
         return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(
-        _mappings[start], dtype=torch.uint8, count=memory.numel(), offset=memory.data_ptr() - start
-    )
+    return torch.frombuffer(_mappings[start], dtype=torch.uint8, count=memory.numel(), offset=memory.data_ptr() - start)
 
 
 def first_touch(tensor: torch.Tensor) -> None:

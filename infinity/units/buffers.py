@@ -31,9 +31,7 @@ class UnitBuffers:
         self._pool = pool
         self._schedule = schedule
         self._in_place = {index: _pool_of(memory) for index, memory in extents.items()}
-        self._sizes = [
-            0 if unit.index in extents else pool.size_class(unit.layout.nbytes) for unit in units
-        ]
+        self._sizes = [0 if unit.index in extents else pool.size_class(unit.layout.nbytes) for unit in units]
         """Size of each unit's buffer in bytes, by unit index; 0 in place."""
         self._leased: dict[int, Unit] = {}
         """index → unit, for units with a leased buffer."""
