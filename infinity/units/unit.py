@@ -27,7 +27,7 @@ class Residency(Enum):
 
     RELEASED = "in its tier only; parameters show a placeholder of the right shape"
     FETCHING = "on the way into a leased device buffer"
-    RESIDENT = "in a device buffer that its parameters view"
+    RESIDENT = "in a device buffer, or in place, and its parameters view it"
     UPDATING = "in a device buffer that the update is changing; parameters show the placeholder"
 
     __hash__ = object.__hash__  # members are singletons; Enum hashes their names, in Python
