@@ -126,8 +126,8 @@ class Aio(Section):
     shares: Shares = "auto"
     """Shares of the folders in `nvme_path`. `auto`: by their speeds, which a start measures if they are on different
     file systems, in half a second, or about two if the speeds differ by more than 20 %; a folder with too little room
-    gets less. `equal`; or a list: with `[3, 1]`, the first folder has three quarters of the bytes. A durable run that is
-    resumed keeps its measured shares."""
+    gets less. `equal`; or a list: with `[3, 1]`, the first folder has three quarters of the bytes. A durable run that
+    is resumed keeps its measured shares."""
 
     checksum: Switch = False
     """Keep a checksum of every written block in host memory, and verify every read. A block that does not match is read
