@@ -159,7 +159,8 @@ def main() -> None:
         note = (
             f"Loop devices limited by the kernel to {args.limit} MB/s in each direction, the slow one to "
             f"{args.limit / args.ratio:.0f}; blocks of 1 MiB, 8 in flight; medians of {args.rounds} runs of "
-            f"{args.seconds:g} s, GB/s. Steps on {args.step_limit} and {args.step_limit / args.ratio:.0f} MB/s."
+            f"{args.seconds:g} s, GB/s. Steps run with limits of {args.step_limit} and "
+            f"{args.step_limit / args.ratio:.0f} MB/s, so that the drives bound them."
         )
         head = harness.head("stripe", path=args.path, note=note)
         harness.write_json(target, {**head, **measure(args)})
