@@ -49,7 +49,7 @@ def run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     clip, keys = KINDS[kind]
     config = training.nvme_config(args, clip, **keys)
     engine = infinity.initialize(model=training.make_gpt2(args, "meta", tied=False), config=config)[0]
-    batch, steps, first = training.random_batches(args), [], None
+    batch, steps, first = training.random_batches(args), [], engine.ledger.snapshot()
     for number in range(args.steps + WARM_UP):
         if number == WARM_UP:
             first = harness.moved_so_far(engine)
