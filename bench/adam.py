@@ -179,13 +179,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=_adam.default_threads(), help="one per processor by default")
     parser.add_argument("--isa", default="auto", choices=["auto", *_adam.available_isas()])
     parser.add_argument("--remark", help="a sentence about this run, for its page")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.name == "adam" and args.isa not in ("auto", _adam.default_isa()):
+        args.name = f"adam_{args.isa}"
+    return args
 
 
 def main() -> None:
     args = arguments()
-    if args.name == "adam" and args.isa not in ("auto", _adam.default_isa()):
-        args.name = f"adam_{args.isa}"
     target = harness.target(args)
     if args.redraw:
         saved = load(target)

@@ -9,6 +9,7 @@ import torch
 
 from infinity.observe.ledger import Snapshot
 from infinity.observe.log import StepLog
+from infinity.observe.recorder import Recorder
 
 
 class FakeLedger:
@@ -25,7 +26,7 @@ class FakeLedger:
 def test_memory_that_steps_leave_is_logged_once(every: int, lines: int, caplog: pytest.LogCaptureFixture) -> None:
     """After the third step of this engine, whatever the number of its first one."""
     ledger: Any = FakeLedger()
-    log = StepLog(ledger, every)
+    log = StepLog(ledger, Recorder(), every)
     with caplog.at_level("INFO", "infinity"):
         for number in range(41, 50):
             assert len(caplog.messages) == (lines if number > 43 else 0)

@@ -334,7 +334,7 @@ def test_states_that_the_device_cannot_hold_are_refused_with_the_missing_bytes(t
 def test_device_memory_that_steps_leave_is_a_value_of_a_key(options: dict[str, Any], tmp_path: Path) -> None:
     """With it, states and buffers take no more bytes than were left, so what activations took stays free."""
     options = {"unit_size": 4096, "late": True, "param": "cpu", "optim": "cpu", **options}
-    first = planned(tmp_path, memory={"device": 400_000}, **options)
+    first = planned(tmp_path, memory={"device": 500_000}, **options)
     held, units = first.peak_nbytes()["device"], on_device(first, State.OPTIM)
     assert len(units) < len(first.units)
     least = min(

@@ -126,7 +126,7 @@ def test_saved_activations_move_to_nvme_and_back_as_in_a_real_run(
     assert min(len(order[f"infinity-staging-{name}", "activations"]) for name in ("writes", "reads")) > STEPS
 
 
-@pytest.mark.parametrize("checkpoints, activations, clip", [(False, False, 0.0), (True, True, 1.0)])
+@pytest.mark.parametrize("checkpoints, activations, clip", [(False, False, 0.0), (True, True, 100.0)])
 def test_train_batch_moves_states_in_the_vertical_order_of_a_real_run(
     checkpoints: bool, activations: bool, clip: float, tmp_path: Path
 ) -> None:

@@ -190,11 +190,14 @@ def _finish_at_once(engine: TrainingEngine) -> None:
         while pipeline._ended < pipeline._submitted:
             time.sleep(1e-4)
 
-    def keep_and_wait(sent: Sent) -> None:
-        keep(sent)
-        written = gradients._moves[-1].result()
-        if written is not None:
+    def keep_and_wait(sent: Sent, *, lands: bool = False) -> Future[Gradient] | None:
+        landed = keep(sent, lands=lands)
+        # A gradient that an update reads is written in the update's time.
+        if landed is not None:
+            landed.result()
+        elif (written := gradients._moves[-1].result()) is not None:
             written.result()
+        return landed
 
     def land_and_wait(sent: Sent) -> Future[Gradient]:
         landed = land(sent)

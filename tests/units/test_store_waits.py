@@ -15,6 +15,7 @@ from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
 from infinity.plan.layout import UnitLayout
 from infinity.rules import Hyper
+from infinity.schedule.schedule import Update
 from infinity.tiers.transfer import DONE, Transfer
 from infinity.units.states import UnitStates
 from infinity.units.unit import Residency, Unit
@@ -131,7 +132,7 @@ def test_a_unit_is_finished_with_while_its_update_before_is_written(
     unit, runner = resident(engine), engine.updates.runner
     monkeypatch.setattr(engine.parts.schedule.trace, "finished_with", lambda index: True)
     pending_update(unit, refers=True)
-    assert runner._is_finished_with(unit)
+    assert runner._when_updated(unit) is Update.NOW
 
 
 def test_a_unit_that_autograd_saved_is_not_finished_with(
@@ -139,12 +140,12 @@ def test_a_unit_that_autograd_saved_is_not_finished_with(
 ) -> None:
     unit, runner = resident(engine), engine.updates.runner
     monkeypatch.setattr(engine.parts.schedule.trace, "finished_with", lambda index: True)
-    assert runner._is_finished_with(unit)
+    assert runner._when_updated(unit) is Update.NOW
     saved = unit.token
-    assert not runner._is_finished_with(unit)
+    assert runner._when_updated(unit) is Update.AT_STEP
     del saved
-    assert runner._is_finished_with(unit)
-    assert not runner._is_finished_with(released(engine))
+    assert runner._when_updated(unit) is Update.NOW
+    assert runner._when_updated(released(engine)) is Update.AT_STEP
 
 
 def test_an_update_that_cannot_start_stays_pending(engine: TrainingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
