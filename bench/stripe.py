@@ -141,7 +141,7 @@ def measure(args: argparse.Namespace) -> harness.Result:
         return found | {"steps": steps([a, slow], args)}
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = harness.make_parser(__doc__, "stripe")
     parser.add_argument("--path", default=tempfile.gettempdir(), help="folder for the images")
     parser.add_argument("--limit", type=int, default=200, help="MB (10^6) a second of each device and direction")
@@ -151,7 +151,11 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=256, help="MiB that are read and written")
     parser.add_argument("--seconds", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     target = harness.target(args)
     if not args.redraw:
         if os.geteuid() != 0 or not BLKIO.exists():
