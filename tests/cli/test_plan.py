@@ -164,6 +164,16 @@ def test_the_table_has_the_step_and_its_waits(rates: Path, tmp_path: Path) -> No
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+@pytest.mark.parametrize(("shares", "said"), [("auto", True), ("equal", False), ([3, 1], False)])
+def test_shares_of_folders_are_not_measured(shares: Any, said: bool, tmp_path: Path) -> None:
+    place = {"device": "nvme", "nvme_path": ["/a", "/b"]}
+    config = {"train_batch_size": 1, "zero_optimization": {"offload_optimizer": place}, "aio": {"shares": shares}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run("plan", *SHAPE, *MEMORY, "--config", tmp_path / "config.json")
+    assert result.exit_code == 0, result.output
+    assert ("2 folders: a run measures their speeds" in " ".join(result.stdout.split())) == said
+
+
 def test_a_speed_that_nobody_measured_is_refused(rates: Path) -> None:
     """It would count as no time."""
     rates.write_text(json.dumps(RATES | {"flops": {"float32": 1e11, "bfloat16": None, "float16": None}}))
