@@ -63,11 +63,7 @@ _MEASURED = 16 << 20
 """Bytes of each folder that a measurement writes and reads, repeatedly."""
 _IN_FLIGHT = 4 << 20
 _SECONDS = 0.2
-<<<<<<< HEAD
-"""Seconds of writing, and of reading. The kernel's throttle of a device passes the bytes of a tenth of a second."""
-=======
 """Time to write, and to read. The kernel's throttle of a device lets a tenth of a second's bytes pass at once."""
->>>>>>> stripe39
 _REPEATS = 5
 """Measurements before speeds count as different: on a busy machine, a drive sometimes pauses for half a second."""
 
