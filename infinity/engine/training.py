@@ -445,8 +445,8 @@ class TrainingEngine(CheckpointingEngine):
         gradients above which it has to.
         """
         scale = 1.0 / (self.parts.plan.grad_divisor * self.loss_scale.value)
-        limit = self.config.gradient_clipping or math.inf
-        return scale, (limit / scale) ** 2
+        norm = (self.config.gradient_clipping or math.inf) / scale
+        return scale, norm * norm  # inf for limits that are never reached, where ** would raise
 
     def _make_due(self) -> bool:
         """Turn stored gradients into pending updates, and start those of units that are in a buffer. Return False if

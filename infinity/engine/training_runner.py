@@ -274,7 +274,12 @@ class TrainingRunner(Runner):
     def _start_draft(self, unit: Unit, gradient: Future[Gradient] | None) -> None:
         draft = Draft(unit.steps, self._ceiling)
         job = self._drafts[unit.index] = self._job(unit, self._assumed[0], gradient, draft)
-        self.start_update(unit, job)
+        try:
+            self.start_update(unit, job)
+        except BaseException:
+            if not job.progress.began.done():  # nothing would end it
+                del self._drafts[unit.index]
+            raise
 
     def use(self, unit: Unit) -> None:
         if unit.index in self.schedule.speculation.drafted:
@@ -389,8 +394,11 @@ class TrainingRunner(Runner):
 
     @uninterrupted()
     def discard(self) -> None:
-        """Drop all gradients collected so far."""
+        """Drop all gradients collected so far, and those that an exception has left in `.grad` before its hook ran."""
         self._take_back_drafts()
+        for unit in self.store.units:
+            for parameter in unit.parameters if unit.layout.trainable else ():
+                take_grad(parameter)
         self._collector.discard()
         self.schedule.arrivals.discard()
         self._forget_step()
