@@ -104,8 +104,7 @@ void update_from(const Kernels& kernels, const UpdateCall& call, const Sources& 
                  Priority priority) {
     constexpr std::size_t kPiece = 2048;  // elements whose states stay in a core's second cache
     static_assert(kTile % kPiece == 0 && kPiece % kBlock == 0);
-    const UpdateFn kernel =
-        kernels.update[static_cast<std::size_t>(call.format)][static_cast<std::size_t>(call.rule)];
+    const UpdateFn kernel = kernels.update[static_cast<std::size_t>(call.format)][static_cast<std::size_t>(call.rule)];
     const Arrays& a = call.arrays;
     const bool eight = a.moments == Moments::kEight, has_master = call.format != Format::kFp32;
     const std::size_t of_param = has_master ? 2 : 4, of_master = call.format == Format::kRemainder ? 2 : 4;

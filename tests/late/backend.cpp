@@ -105,8 +105,8 @@ void copy_on_device(const at::Tensor& from, const at::Tensor& to) {
 void copy_to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
     const bool direct = non_blocking && PinnedMemory::instance().contains(from.const_data_ptr());
     const auto source = direct ? over(unowned(from.storage()), from) : from.clone();  // what is not pinned is staged
-    const auto copied = queue_copy(to.device().index(), Twins(Memory::shared).of(to), source,
-                                   direct ? range_of(from) : HostRange{});
+    const auto copied =
+        queue_copy(to.device().index(), Twins(Memory::shared).of(to), source, direct ? range_of(from) : HostRange{});
     if (!non_blocking) Scheduler::instance().wait({copied});
 }
 
