@@ -102,53 +102,27 @@ void update(const Kernels& kernels, Format format, Rule rule, const Arrays& arra
 
 void update_from(const Kernels& kernels, const UpdateCall& call, const Sources& sources, int threads,
                  Priority priority) {
-    constexpr std::size_t kPiece = 2048;  // elements whose states stay in a core's second cache
-    static_assert(kTile % kPiece == 0 && kPiece % kBlock == 0);
     const UpdateFn kernel = kernels.update[static_cast<std::size_t>(call.format)][static_cast<std::size_t>(call.rule)];
     const Arrays& a = call.arrays;
     const bool eight = a.moments == Moments::kEight, has_master = call.format != Format::kFp32;
+    const bool reads_param = !has_master || call.format == Format::kRemainder;
     const std::size_t of_param = has_master ? 2 : 4, of_master = call.format == Format::kRemainder ? 2 : 4;
     const std::size_t of_moment = eight ? 1 : a.moments == Moments::kBf16 ? 2 : 4;
-    const std::size_t of_grad = bytes_of(a.grad_dtype);
-    const auto one_piece = [&](std::size_t at, std::size_t count) {
-        alignas(64) thread_local char scratch[4][4 * kPiece];
-        alignas(64) thread_local std::uint8_t scales[2][kPiece / kBlock];
-        const std::size_t block = at / kBlock, blocks = (count + kBlock - 1) / kBlock;
-        const auto read = [&](int number, const void* from, std::size_t width) {
-            std::memcpy(scratch[number], static_cast<const char*>(from) + at * width, count * width);
+    const auto tile = [&](std::size_t begin, std::size_t end) {
+        const auto copy = [](void* to, const void* from, std::size_t at, std::size_t nbytes) {
+            if (to != from) std::memcpy(static_cast<char*>(to) + at, static_cast<const char*>(from) + at, nbytes);
         };
-        const auto write = [&](int number, void* to, std::size_t width) {
-            kernels.stream(scratch[number], static_cast<char*>(to) + at * width, count * width);
-        };
-        Arrays here = a;
-        here.param = scratch[0];
-        here.master = scratch[1];
-        here.grad = static_cast<const char*>(a.grad) + at * of_grad;
-        if (!has_master || call.format == Format::kRemainder) read(0, sources.param, of_param);
-        if (has_master) read(1, sources.master, of_master);
-        for (int k = 0; k < static_cast<int>(moments_of(call.rule)); ++k) {
-            here.moment[k] = scratch[2 + k];
-            here.scale[k] = scales[k];
-            read(2 + k, sources.moment[k], of_moment);
-            if (eight) std::memcpy(scales[k], sources.scale[k] + block, blocks);
+        if (reads_param) copy(a.param, sources.param, begin * of_param, (end - begin) * of_param);
+        if (has_master) copy(a.master, sources.master, begin * of_master, (end - begin) * of_master);
+        const std::size_t block = begin / kBlock, blocks = (end - begin + kBlock - 1) / kBlock;
+        for (std::size_t k = 0; k < moments_of(call.rule); ++k) {
+            copy(a.moment[k], sources.moment[k], begin * of_moment, (end - begin) * of_moment);
+            if (eight) copy(a.scale[k], sources.scale[k], block, blocks);
         }
-        Coefficients c = call.coefficients;
-        c.random.first += at;
-        kernel(here, c, 0, count);
-        write(0, a.param, of_param);
-        if (has_master) write(1, a.master, of_master);
-        for (int k = 0; k < static_cast<int>(moments_of(call.rule)); ++k) {
-            write(2 + k, a.moment[k], of_moment);
-            if (eight) std::memcpy(a.scale[k] + block, scales[k], blocks);
-        }
+        kernel(a, call.coefficients, begin, end);
     };
     if (call.n < kInline) priority = Priority::kNormal;
-    for_tiles(
-        call.n, kTile, threads_for(call.n, threads),
-        [&](std::size_t begin, std::size_t end) {
-            for (std::size_t at = begin; at < end; at += kPiece) one_piece(at, std::min(kPiece, end - at));
-        },
-        priority);
+    for_tiles(call.n, kTile, threads_for(call.n, threads), tile, priority);
 }
 
 void update_all(const Kernels& kernels, const std::vector<UpdateCall>& calls, int threads) {

@@ -13,8 +13,8 @@ namespace infinity::adam {
 void update(const Kernels& kernels, Format format, Rule rule, const Arrays& arrays, const Coefficients& coefficients,
             std::size_t n, int threads, Priority priority);
 
-// As `update`, from the values of `sources`, which may be those of the call. Others are read and stay. The results are
-// written past the caches, so that no line of them is read first.
+// As `update`, from the values of `sources`, which stay, unless they are those of the call. A tile is copied to the
+// caches of its core, and updated there.
 void update_from(const Kernels& kernels, const UpdateCall& call, const Sources& sources, int threads,
                  Priority priority);
 

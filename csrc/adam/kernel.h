@@ -164,23 +164,6 @@ std::uint64_t copy(const std::uint64_t* from, std::uint64_t* to, std::size_t fir
     return total;
 }
 
-template <class V>
-void stream(const char* from, char* to, std::size_t nbytes) {
-    constexpr std::size_t kLineBytes = 64;
-    std::size_t i = 0;
-    if (V::kStreams && reinterpret_cast<std::uintptr_t>(to) % kLineBytes == 0) {
-        for (; i + kLineBytes <= nbytes; i += kLineBytes) {
-            const auto* const source = reinterpret_cast<const float*>(from + i);
-            auto* const target = reinterpret_cast<float*>(to + i);
-            for (std::size_t k = 0; k < kLineBytes / sizeof(float); k += V::kWidth) {
-                V::stream(target + k, V::load(source + k));
-            }
-        }
-        V::end_stream();
-    }
-    std::memcpy(to + i, from + i, nbytes - i);
-}
-
 // ---- the table ----
 
 // Root: the rule on square roots of moment number `root`, which 8-bit codes store; -1: no such moment.
@@ -233,7 +216,6 @@ constexpr Kernels make_kernels() {
     k.touch = touch<V>;
     k.fingerprint = fingerprint<V>;
     k.copy = copy<V>;
-    k.stream = stream<V>;
     return k;
 }
 

@@ -123,8 +123,6 @@ using TouchFn = void (*)(float* words, std::size_t n, bool writes);
 
 // Returns the fingerprint of `count` words from word number `first` on; see fingerprint in adam.h.
 using FingerprintFn = std::uint64_t (*)(const std::uint64_t* words, std::size_t first, std::size_t count);
-// Copies bytes past the caches, if the target is at a line.
-using StreamFn = void (*)(const char* from, char* to, std::size_t nbytes);
 // Copies these words and returns their fingerprint.
 using CopyFn = std::uint64_t (*)(const std::uint64_t* from, std::uint64_t* to, std::size_t first, std::size_t count);
 
@@ -138,7 +136,6 @@ struct Kernels {
     TouchFn touch;
     FingerprintFn fingerprint;
     CopyFn copy;
-    StreamFn stream;
 };
 
 }  // namespace infinity::adam

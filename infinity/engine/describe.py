@@ -79,7 +79,7 @@ def _durable(plan: Plan) -> Iterator[str]:
 
 def _drafts(plan: Plan) -> Iterator[str]:
     if plan.drafted:
-        slots = plan.placement.seconds.values()
+        slots = plan.placement.spares.values()
         sizes = [(sum(slot.nbytes for slot in slots if slot.tier is tier), tier) for tier in TierKind]
         held = ", ".join(f"{show_bytes(nbytes)} on {tier}" for nbytes, tier in sizes if nbytes)
         slots_take = f"; second slots of their states take {held}" if held else ""

@@ -124,7 +124,7 @@ class Placement:
     """Trained unit → elements of its tiles."""
     granule: int = EXTENT_ALIGNMENT
     """Alignment in bytes of extents and of the ranges in which they are read and written."""
-    seconds: Mapping[tuple[int, State], Extent] = field(default_factory=dict)
+    spares: Mapping[tuple[int, State], Extent] = field(default_factory=dict)
     """Second slots of states of units whose updates may be drafts (`infinity.plan.drafts`)."""
 
     def of(self, unit: int, state: State) -> Extent:
@@ -133,9 +133,9 @@ class Placement:
     def holds(self, unit: int, state: State) -> bool:
         return (unit, state) in self.extents
 
-    def seconds_in(self, tier: TierKind) -> Mapping[Extent, Extent]:
+    def spares_in(self, tier: TierKind) -> Mapping[Extent, Extent]:
         """Return extent → second slot of the extents in `tier` that have one."""
-        return {self.extents[key]: slot for key, slot in self.seconds.items() if slot.tier is tier}
+        return {self.extents[key]: slot for key, slot in self.spares.items() if slot.tier is tier}
 
     def tiers(self, *states: State) -> set[TierKind]:
         """Return the tiers that hold extents of `states`."""
@@ -179,17 +179,17 @@ def place(
         add(layout, State.OPTIM, full * states.nbytes(tile) + states.nbytes(rest))
         add(layout, State.GRAD, layout.shard_numel * width)
         granule = math.gcd(granule, states.nbytes(tile), tile * width)
-    seconds: dict[tuple[int, State], Extent] = {}
+    spares: dict[tuple[int, State], Extent] = {}
     for key in sorted(twice):
         extent = extents[key]
-        seconds[key] = replace(extent, offset=used[extent.tier])
+        spares[key] = replace(extent, offset=used[extent.tier])
         used[extent.tier] += aligned(extent.nbytes)
     for tier in passing:
         first = used.setdefault(tier, 0) if not tier.in_memory else 0
         for key, extent in extents.items():
             if key[1] is State.GRAD and extent.tier is tier:
                 extents[key] = replace(extent, offset=first + extent.offset)
-    return Placement(extents, used, passing, tile_sizes, granule, seconds)
+    return Placement(extents, used, passing, tile_sizes, granule, spares)
 
 
 def aligned(nbytes: int) -> int:

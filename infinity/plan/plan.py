@@ -153,7 +153,7 @@ class Plan:
         states = (State.PARAM,) if self.policy.grads_pass else (State.PARAM, State.GRAD)
         found = [
             (extent.offset, extent.offset + aligned(extent.nbytes))
-            for extents in (self.placement.extents, self.placement.seconds)
+            for extents in (self.placement.extents, self.placement.spares)
             for (_, state), extent in extents.items()
             if state in states and extent.tier == tier
         ]

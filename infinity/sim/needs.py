@@ -56,7 +56,7 @@ def needs_of(plan: Plan, machine: Machine, *, activations: Mapping[TierKind, int
     ranks = machine.ranks_per_node
     place = {tier: TierKind.HOST if tier.on_device and not machine.gpus else tier for tier in TierKind}
     tiers = {tier: dict.fromkeys(KINDS, 0) for tier in TierKind}
-    for extents in (plan.placement.extents, plan.placement.seconds):
+    for extents in (plan.placement.extents, plan.placement.spares):
         for (_, state), extent in extents.items():
             tiers[place[extent.tier]][_KIND[state]] += extent.nbytes * ranks
     if plan.io is not None and plan.io.durable is not None:

@@ -124,6 +124,8 @@ def simulated_kernels(device: SimulatedDevice) -> Kernels:
         # States are read and written, gradients read. Parameters beside fp32 masters are only written.
         moved = 2 * sum(state.nbytes for state in states.values()) + grad.nbytes + param.nbytes
         moved += 0 if "master" in states else param.nbytes
+        if more.get("before") is not None:  # a draft: the lines that it writes are read first
+            moved += sum(state.nbytes for state in states.values()) + param.nbytes
         pool = BACKGROUND if more.get("background") else FOREGROUND
         work("update", moved, param, kernels.update_run, states, param, grad, *rest, pool=pool)
 
@@ -169,7 +171,7 @@ class SimulatedSlab(SlabTier):
     """The engine's slab, whose copies carry the names of extents."""
 
     def __init__(self, kind: TierKind, plan: Plan, device: Device, clock: Clock) -> None:
-        super().__init__(kind, plan.placement.nbytes[kind], device, seconds=plan.placement.seconds_in(kind))
+        super().__init__(kind, plan.placement.nbytes[kind], device, spares=plan.placement.spares_in(kind))
         self._clock = clock
 
     def read(self, extent: Extent, destination: torch.Tensor, offset: int = 0) -> Transfer:
@@ -192,8 +194,8 @@ class SimulatedNvme(NvmeTier):
         assert plan.io is not None
         self._requests = DriveEngine(drive)
         parts: Any = self._requests  # in place of a file and of the native engine
-        seconds = plan.placement.seconds_in(TierKind.NVME)
-        super().__init__(parts, plan.io.reserved, parts, device, 0, plan.buffers_of(READ_AHEAD), seconds)
+        spares = plan.placement.spares_in(TierKind.NVME)
+        super().__init__(parts, plan.io.reserved, parts, device, 0, plan.buffers_of(READ_AHEAD), spares)
 
     @property
     def blocks_repaired(self) -> int:

@@ -96,9 +96,9 @@ class NvmeTier(Tier):
         device: Device,
         checksum_block: int = 0,
         ahead: Mapping[int, int] | None = None,
-        seconds: Mapping[Extent, Extent] = MappingProxyType({}),
+        spares: Mapping[Extent, Extent] = MappingProxyType({}),
     ) -> None:
-        """ahead: bytes → number of host buffers for reads ahead, for a device that the host cannot address. seconds: as
+        """ahead: bytes → number of host buffers for reads ahead, for a device that the host cannot address. spares: as
         of `Spares`.
         """
         if checksum_block:
@@ -107,7 +107,7 @@ class NvmeTier(Tier):
         self._file = file
         self._engine = engine
         self._device = device
-        self._spares = Spares(seconds)
+        self._spares = Spares(spares)
         self._windows = WindowsAhead(self._open)
         self._staging: Staging | None = None
         if not device.host_addressable:

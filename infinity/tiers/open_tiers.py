@@ -44,10 +44,8 @@ def open_tiers(plan: Plan, device: Device, rank: int, durable: DurableFiles | No
             opened[TierKind.NVME] = _open_nvme(plan, device, rank, durable)
             undo.callback(opened[TierKind.NVME].close)
         for kind in sorted(kind for kind in plan.placement.nbytes if kind.in_memory):
-            seconds = plan.placement.seconds_in(kind)
-            opened[kind] = SlabTier(
-                kind, plan.placement.nbytes[kind], device, pinned=plan.pinned(kind), seconds=seconds
-            )
+            spares = plan.placement.spares_in(kind)
+            opened[kind] = SlabTier(kind, plan.placement.nbytes[kind], device, pinned=plan.pinned(kind), spares=spares)
             undo.callback(opened[kind].close)
         undo.pop_all()
     return opened
@@ -72,7 +70,7 @@ def _open_nvme(plan: Plan, device: Device, rank: int, durable: DurableFiles | No
         settings = (file, io.reserved, engine, device, io.checksum_block, plan.buffers_of(READ_AHEAD))
         tier: Tier
         if durable is None or io.durable is None:
-            tier = NvmeTier(*settings, plan.placement.seconds_in(TierKind.NVME))
+            tier = NvmeTier(*settings, plan.placement.spares_in(TierKind.NVME))
         else:
             slots = Slots(io.durable.extents, durable.committed)
             tier = DurableTier(slots, *settings, durable.checksums, io.durable.block)

@@ -58,14 +58,14 @@ class SlabTier(MemoryTier):
         device: Device,
         *,
         pinned: Sequence[tuple[int, int]] = (),
-        seconds: Mapping[Extent, Extent] = MappingProxyType({}),
+        spares: Mapping[Extent, Extent] = MappingProxyType({}),
     ) -> None:
-        """pinned: bytes [start, stop) of host memory that the device copies, in ascending order. seconds: as of
+        """pinned: bytes [start, stop) of host memory that the device copies, in ascending order. spares: as of
         `Spares`.
         """
         super().__init__(kind, device)
         self.nbytes = nbytes
-        self._spares = Spares(seconds)
+        self._spares = Spares(spares)
         self._is_offloaded = False
         self._written: set[int] = set()
         self.writes: dict[int, int] = {}

@@ -11,12 +11,13 @@ class Spares:
     """Places of extents that have two slots: one has the present bytes, the other is spare.
 
     Between `begin` and `end`, writes go to the spare slot and reads see the bytes of before. One thread at a time uses
-    an extent; different extents may be used by different threads.
+    an extent; different extents may be used by different threads. Extents of a durable run have `Slots` instead, whose
+    bytes become the present ones piece by piece, and the committed ones all at once.
     """
 
-    def __init__(self, seconds: Mapping[Extent, Extent]) -> None:
-        """seconds: extent → its second slot in the same tier."""
-        self._slots = {first.offset: (first.offset, second.offset) for first, second in seconds.items()}
+    def __init__(self, spares: Mapping[Extent, Extent]) -> None:
+        """spares: extent → its second slot in the same tier."""
+        self._slots = {first.offset: (first.offset, second.offset) for first, second in spares.items()}
         """Offset of an extent, by which it is named → places of the present and of the spare bytes."""
         self._drafts: set[int] = set()
 

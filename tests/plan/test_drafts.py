@@ -58,15 +58,15 @@ def test_which_configs_draft(options: dict[str, Any], drafted: bool, tmp_path: P
 def test_second_slots_are_part_of_the_plan(tmp_path: Path) -> None:
     """Each state of a drafted unit has one, which overlaps nothing."""
     plan, single = planned(tmp_path), planned(tmp_path, speculate=False)
-    seconds = plan.placement.seconds
-    assert set(seconds) == {(unit, state) for unit in range(UNITS) for state in (State.PARAM, State.OPTIM)}
-    more = sum(aligned(extent.nbytes) for extent in seconds.values())
+    spares = plan.placement.spares
+    assert set(spares) == {(unit, state) for unit in range(UNITS) for state in (State.PARAM, State.OPTIM)}
+    more = sum(aligned(extent.nbytes) for extent in spares.values())
     assert plan.nbytes()["nvme"] == single.nbytes()["nvme"] + more
-    spans = sorted((e.offset, e.offset + e.nbytes) for e in (*plan.placement.extents.values(), *seconds.values()))
+    spans = sorted((e.offset, e.offset + e.nbytes) for e in (*plan.placement.extents.values(), *spares.values()))
     assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
     assert plan.io is not None and spans[-1][1] <= plan.io.nbytes
     durable = planned(tmp_path, durable=True)
-    assert durable.drafted and not durable.placement.seconds  # the slots of commits serve
+    assert durable.drafted and not durable.placement.spares  # the slots of commits serve
 
 
 @given(share=st.floats(0, 1))

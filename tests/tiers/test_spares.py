@@ -49,18 +49,18 @@ def on_disk(make: Callable[..., Tier], *arguments: object) -> Iterator[Tier]:
 
 @contextmanager
 def slab() -> Iterator[tuple[Tier, list[Extent]]]:
-    firsts, seconds = extents(TierKind.HOST)
-    tier = SlabTier(TierKind.HOST, 4 * NBYTES, CpuDevice(), seconds=dict(zip(firsts, seconds, strict=True)))
+    firsts, spares = extents(TierKind.HOST)
+    tier = SlabTier(TierKind.HOST, 4 * NBYTES, CpuDevice(), spares=dict(zip(firsts, spares, strict=True)))
     yield tier, firsts
 
 
 @contextmanager
 def nvme() -> Iterator[tuple[Tier, list[Extent]]]:
-    firsts, seconds = extents(TierKind.NVME)
-    second_of = dict(zip(firsts, seconds, strict=True))
+    firsts, spares = extents(TierKind.NVME)
+    second_of = dict(zip(firsts, spares, strict=True))
 
     def make(*arguments: object) -> NvmeTier:
-        return NvmeTier(*arguments, seconds=second_of)  # type: ignore[arg-type]
+        return NvmeTier(*arguments, spares=second_of)  # type: ignore[arg-type]
 
     with on_disk(make) as tier:
         yield tier, firsts

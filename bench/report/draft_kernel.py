@@ -1,0 +1,47 @@
+"""A draft in memory beside an update in place."""
+
+from __future__ import annotations
+
+import statistics
+
+from harness import Result
+from report.page import Report, setup, table
+
+KINDS = ("in place", "draft", "copy, then in place")
+BYTES = {"fp32": 10, "bf16": 6, "8bit": 4}
+"""Moments → bytes of the states of a parameter, without the parameter itself."""
+
+
+def ratio(result: Result, moments: str, kind: str) -> float:
+    """Return the median of the ratios to the update in place of the same round."""
+    runs = result["runs"][moments]
+    return float(statistics.median(one / other for one, other in zip(runs[kind], runs[KINDS[0]], strict=True)))
+
+
+def fragments(result: Result) -> dict[str, str]:
+    args, rows = result["args"], []
+    for moments, runs in result["runs"].items():
+        held = BYTES[moments] + 2
+        theory = (3 * held + 2) / (2 * held + 2)
+        times = [f"{statistics.median(runs[kind]) * 1e3:.1f}" for kind in KINDS]
+        ratios = [f"{ratio(result, moments, kind):.2f}" for kind in KINDS[1:]]
+        rows.append([moments, *times, *ratios, f"{theory:.2f}"])
+    recipe = f"{args['parameters']:.0e} parameters in bf16 with a remainder, AdamW, {args['threads']} threads."
+    sizes = f"Medians of {args['rounds']} rounds; ratios are medians of those within a round."
+    head = [
+        "moments",
+        *(f"{kind}, ms" for kind in KINDS),
+        *(f"{kind} ÷ in place" for kind in KINDS[1:]),
+        "draft, bytes",
+    ]
+    legend = (
+        "The last column has the bytes of a draft beside those of an update in place: each written line is read first."
+    )
+    return {"setup": setup(result, recipe, sizes), "table": f"{legend}\n\n{table(head, rows)}"}
+
+
+def figures(result: Result) -> dict[str, float]:
+    return {f"{moments}: draft ÷ in place": ratio(result, moments, "draft") for moments in result["runs"]}
+
+
+REPORT = Report(lambda result: "A draft in memory", fragments, figures)
