@@ -88,41 +88,25 @@ bool share_memory(const std::vector<UpdateCall>& calls) {
     return false;
 }
 
+// Returns true if other arrays are written than read, at addresses where a vector can be written past the caches.
+bool is_draft(const Arrays& a) {
+    const auto at_line = [](const void* array) { return reinterpret_cast<std::uintptr_t>(array) % kLine == 0; };
+    const bool at_lines = at_line(a.param) && at_line(a.master) &&
+                          (a.moments == Moments::kEight || (at_line(a.moment[0]) && at_line(a.moment[1])));
+    return a.param != a.from.param && at_lines;
+}
+
 }  // namespace
 
 void update(const Kernels& kernels, Format format, Rule rule, const Arrays& arrays, const Coefficients& c,
             std::size_t n, int threads, Priority priority) {
     static_assert(kTile % kBlock == 0);
-    const UpdateFn kernel = kernels.update[static_cast<std::size_t>(format)][static_cast<std::size_t>(rule)];
+    const auto& table = is_draft(arrays) ? kernels.draft : kernels.update;
+    const UpdateFn kernel = table[static_cast<std::size_t>(format)][static_cast<std::size_t>(rule)];
     if (n < kInline) priority = Priority::kNormal;
     for_tiles(
         n, kTile, threads_for(n, threads), [&](std::size_t begin, std::size_t end) { kernel(arrays, c, begin, end); },
         priority);
-}
-
-void update_from(const Kernels& kernels, const UpdateCall& call, const Sources& sources, int threads,
-                 Priority priority) {
-    const UpdateFn kernel = kernels.update[static_cast<std::size_t>(call.format)][static_cast<std::size_t>(call.rule)];
-    const Arrays& a = call.arrays;
-    const bool eight = a.moments == Moments::kEight, has_master = call.format != Format::kFp32;
-    const bool reads_param = !has_master || call.format == Format::kRemainder;
-    const std::size_t of_param = has_master ? 2 : 4, of_master = call.format == Format::kRemainder ? 2 : 4;
-    const std::size_t of_moment = eight ? 1 : a.moments == Moments::kBf16 ? 2 : 4;
-    const auto tile = [&](std::size_t begin, std::size_t end) {
-        const auto copy = [](void* to, const void* from, std::size_t at, std::size_t nbytes) {
-            if (to != from) std::memcpy(static_cast<char*>(to) + at, static_cast<const char*>(from) + at, nbytes);
-        };
-        if (reads_param) copy(a.param, sources.param, begin * of_param, (end - begin) * of_param);
-        if (has_master) copy(a.master, sources.master, begin * of_master, (end - begin) * of_master);
-        const std::size_t block = begin / kBlock, blocks = (end - begin + kBlock - 1) / kBlock;
-        for (std::size_t k = 0; k < moments_of(call.rule); ++k) {
-            copy(a.moment[k], sources.moment[k], begin * of_moment, (end - begin) * of_moment);
-            if (eight) copy(a.scale[k], sources.scale[k], block, blocks);
-        }
-        kernel(a, call.coefficients, begin, end);
-    };
-    if (call.n < kInline) priority = Priority::kNormal;
-    for_tiles(call.n, kTile, threads_for(call.n, threads), tile, priority);
 }
 
 void update_all(const Kernels& kernels, const std::vector<UpdateCall>& calls, int threads) {

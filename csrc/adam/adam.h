@@ -10,13 +10,9 @@
 
 namespace infinity::adam {
 
+// One step. Writes past the caches, if it reads other arrays than it writes.
 void update(const Kernels& kernels, Format format, Rule rule, const Arrays& arrays, const Coefficients& coefficients,
             std::size_t n, int threads, Priority priority);
-
-// As `update`, from the values of `sources`, which stay, unless they are those of the call. A tile is copied to the
-// caches of its core, and updated there.
-void update_from(const Kernels& kernels, const UpdateCall& call, const Sources& sources, int threads,
-                 Priority priority);
 
 // Performs all calls in one job of the pool, which wakes its threads once. Calls that share memory run in their order.
 void update_all(const Kernels& kernels, const std::vector<UpdateCall>& calls, int threads);

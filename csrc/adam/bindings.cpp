@@ -164,10 +164,10 @@ PYBIND11_MODULE(_adam, m) {
             const Kernels& kernels = to_kernels(isa);
             const int workers = to_threads(threads);
             const Priority priority = background ? Priority::kBackground : Priority::kNormal;
-            const Sources sources = addresses.empty() ? Sources{} : to_sources(call, addresses);
+            Arrays arrays = call.arrays;
+            if (!addresses.empty()) arrays.from = to_sources(call, addresses);
             const py::gil_scoped_release release;
-            if (!addresses.empty()) return update_from(kernels, call, sources, workers, priority);
-            update(kernels, call.format, call.rule, call.arrays, call.coefficients, call.n, workers, priority);
+            update(kernels, call.format, call.rule, arrays, call.coefficients, call.n, workers, priority);
         },
         "threads"_a = 0, "background"_a = false, "isa"_a = "auto", "sources"_a = std::vector<py::object>{});
     m.def("bare", &py_bare, "streams"_a, "threads"_a = 0,

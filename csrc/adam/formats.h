@@ -61,7 +61,7 @@ struct FormatFp32 {
     static constexpr std::size_t kMasterBytes = 0;
     static constexpr bool kReadsParam = true;
     INFINITY_FN static typename V::Float load(const Arrays& a, std::size_t i) {
-        return V::load(static_cast<float*>(a.param) + i);
+        return V::load(static_cast<const float*>(a.from.param) + i);
     }
     INFINITY_FN static void store(const Arrays& a, std::size_t i, typename V::Float value) {
         V::store(static_cast<float*>(a.param) + i, value);
@@ -74,8 +74,8 @@ struct FormatRemainder {
     static constexpr std::size_t kMasterBytes = 2;
     static constexpr bool kReadsParam = true;
     INFINITY_FN static typename V::Float load(const Arrays& a, std::size_t i) {
-        return V::as_float(V::add_int(V::load_high_16(static_cast<std::uint16_t*>(a.param) + i),
-                                      V::load_signed_16(static_cast<std::int16_t*>(a.master) + i)));
+        return V::as_float(V::add_int(V::load_high_16(static_cast<const std::uint16_t*>(a.from.param) + i),
+                                      V::load_signed_16(static_cast<const std::int16_t*>(a.from.master) + i)));
     }
     INFINITY_FN static void store(const Arrays& a, std::size_t i, typename V::Float value) {
         const typename V::Int bits = V::as_int(value);
@@ -91,7 +91,7 @@ struct FormatMaster {
     static constexpr std::size_t kMasterBytes = 4;
     static constexpr bool kReadsParam = false;
     INFINITY_FN static typename V::Float load(const Arrays& a, std::size_t i) {
-        return V::load(static_cast<float*>(a.master) + i);
+        return V::load(static_cast<const float*>(a.from.master) + i);
     }
     INFINITY_FN static void store(const Arrays& a, std::size_t i, typename V::Float value) {
         auto* const param = static_cast<std::uint16_t*>(a.param) + i;

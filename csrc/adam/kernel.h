@@ -4,6 +4,8 @@
 //     compiler may not form others (-ffp-contract=off). Operations are correctly rounded: no reciprocal estimates.
 //   - A NaN is stored as 0x7FC00000, since the payload that survives an operation depends on the hardware.
 //   - The last elements, fewer than a vector, are staged in a zeroed block and processed by the same code.
+// Copies, and updates of other arrays than those that they read (drafts), store vectors past the caches, since a store
+// to the caches reads its line first.
 // Everything here has internal linkage: the linker must not merge a function compiled for AVX-512 with its namesake
 // compiled for plain C++. For the same reason no standard library function is called here, except builtins.
 #pragma once
@@ -147,20 +149,20 @@ std::uint64_t fingerprint(const std::uint64_t* words, std::size_t first, std::si
 // are written past the caches, since other writes read each line first.
 template <class V>
 std::uint64_t copy(const std::uint64_t* from, std::uint64_t* to, std::size_t first, std::size_t count) {
-    constexpr std::size_t kBlockWords = 512, kLineBytes = 64;
+    constexpr std::size_t kBlockWords = 512;
     std::uint64_t total = 0;
     for (std::size_t i = 0; i < count; i += kBlockWords) {
         const std::size_t n = count - i < kBlockWords ? count - i : kBlockWords;
         total += fingerprint<V>(from + i, first + i, n);
-        if (V::kStreams && n == kBlockWords && reinterpret_cast<std::uintptr_t>(to) % kLineBytes == 0) {
+        if (V::kPastCaches && n == kBlockWords && reinterpret_cast<std::uintptr_t>(to) % kLine == 0) {
             const auto* const source = reinterpret_cast<const float*>(from + i);
             auto* const target = reinterpret_cast<float*>(to + i);
-            for (std::size_t k = 0; k < 2 * kBlockWords; k += V::kWidth) V::stream(target + k, V::load(source + k));
+            for (std::size_t k = 0; k < 2 * kBlockWords; k += V::kWidth) V::store(target + k, V::load(source + k));
         } else {
             std::memcpy(to + i, from + i, n * sizeof(std::uint64_t));
         }
     }
-    V::end_stream();
+    V::end_stores();
     return total;
 }
 
@@ -197,14 +199,21 @@ constexpr void fill_rules(UpdateFn (&row)[kRules]) {
     row[static_cast<std::size_t>(Rule::kSgd)] = update_with<V, F, RuleSgd<V>, RuleSgd<V>, -1>;
 }
 
-// V: a vector of the instruction set. U: the vector type of the kernels over flat arrays.
-template <class V, class U = VectorPair<V>>
+template <class U>
+constexpr void fill_updates(UpdateFn (&table)[kFormats][kRules]) {
+    fill_rules<U, FormatFp32<U>>(table[static_cast<std::size_t>(Format::kFp32)]);
+    fill_rules<U, FormatRemainder<U>>(table[static_cast<std::size_t>(Format::kRemainder)]);
+    fill_rules<U, FormatMaster<U, false>>(table[static_cast<std::size_t>(Format::kMaster)]);
+    fill_rules<U, FormatMaster<U, true>>(table[static_cast<std::size_t>(Format::kMasterFp16)]);
+}
+
+// V: a vector of the instruction set. P: one that is stored past the caches. U, UP: the vector types of the kernels
+// over flat arrays.
+template <class V, class P, class U = VectorPair<V>, class UP = VectorPair<P>>
 constexpr Kernels make_kernels() {
     Kernels k{};
-    fill_rules<U, FormatFp32<U>>(k.update[static_cast<std::size_t>(Format::kFp32)]);
-    fill_rules<U, FormatRemainder<U>>(k.update[static_cast<std::size_t>(Format::kRemainder)]);
-    fill_rules<U, FormatMaster<U, false>>(k.update[static_cast<std::size_t>(Format::kMaster)]);
-    fill_rules<U, FormatMaster<U, true>>(k.update[static_cast<std::size_t>(Format::kMasterFp16)]);
+    fill_updates<U>(k.update);
+    fill_updates<UP>(k.draft);
     k.sum_of_squares[static_cast<std::size_t>(DType::kFp32)] = sum_of_squares<V, GradFp32<V>>;
     k.sum_of_squares[static_cast<std::size_t>(DType::kBf16)] = sum_of_squares<V, GradBf16<V>>;
     k.sum_of_squares[static_cast<std::size_t>(DType::kFp16)] = sum_of_squares<V, GradFp16<V>>;
@@ -215,7 +224,7 @@ constexpr Kernels make_kernels() {
     k.join = join<U>;
     k.touch = touch<V>;
     k.fingerprint = fingerprint<V>;
-    k.copy = copy<V>;
+    k.copy = copy<P>;
     return k;
 }
 

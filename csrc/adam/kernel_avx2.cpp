@@ -7,17 +7,27 @@
 namespace infinity::adam {
 namespace {
 
+// past_caches: `store` writes past the caches, at multiples of a vector; `keep` writes to them.
+template <bool past_caches>
 struct Avx2 {
     static constexpr std::size_t kWidth = 8, kDoubleWidth = 4;
+    static constexpr bool kPastCaches = past_caches;
     using Float = __m256;
     using Int = __m256i;
     using Double = __m256d;
 
     static Float load(const float* from) { return _mm256_loadu_ps(from); }
-    static void store(float* to, Float x) { _mm256_storeu_ps(to, x); }
-    static constexpr bool kStreams = true;
-    static void stream(float* to, Float x) { _mm256_stream_ps(to, x); }
-    static void end_stream() { _mm_sfence(); }
+    static void store(float* to, Float x) {
+        if constexpr (past_caches) {
+            _mm256_stream_ps(to, x);
+        } else {
+            keep(to, x);
+        }
+    }
+    static void keep(float* to, Float x) { _mm256_storeu_ps(to, x); }
+    static void end_stores() {
+        if constexpr (past_caches) _mm_sfence();
+    }
     static Float set(float x) { return _mm256_set1_ps(x); }
     static Float add(Float a, Float b) { return _mm256_add_ps(a, b); }
     static Float sub(Float a, Float b) { return _mm256_sub_ps(a, b); }
@@ -81,7 +91,13 @@ struct Avx2 {
 
     static Float load_fp16(const std::uint16_t* from) { return _mm256_cvtph_ps(load_128(from)); }
     static void store_fp16(std::uint16_t* to, Float x) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+        const __m128i halves = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
+        auto* const at = reinterpret_cast<__m128i*>(to);
+        if constexpr (past_caches) {
+            _mm_stream_si128(at, halves);
+        } else {
+            _mm_storeu_si128(at, halves);
+        }
     }
     static Int load_8(const std::uint8_t* from) {
         return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
@@ -113,12 +129,12 @@ struct Avx2 {
     // Stores lanes below 2^16, first those of a, then those of b. The instruction packs within 128-bit halves.
     static void store_words(std::uint16_t* to, Int a, Int b) {
         const Int packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xD8);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), packed);
+        store(reinterpret_cast<float*>(to), as_float(packed));
     }
     static __m128i load_128(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
 };
 
-constexpr Kernels kTable = make_kernels<Avx2>();
+constexpr Kernels kTable = make_kernels<Avx2<false>, Avx2<true>>();
 
 }  // namespace
 

@@ -8,17 +8,27 @@
 namespace infinity::adam {
 namespace {
 
+// past_caches: `store` writes past the caches, at multiples of a vector; `keep` writes to them.
+template <bool past_caches>
 struct Avx512 {
     static constexpr std::size_t kWidth = 16, kDoubleWidth = 8;
+    static constexpr bool kPastCaches = past_caches;
     using Float = __m512;
     using Int = __m512i;
     using Double = __m512d;
 
     static Float load(const float* from) { return _mm512_loadu_ps(from); }
-    static void store(float* to, Float x) { _mm512_storeu_ps(to, x); }
-    static constexpr bool kStreams = true;
-    static void stream(float* to, Float x) { _mm512_stream_ps(to, x); }
-    static void end_stream() { _mm_sfence(); }
+    static void store(float* to, Float x) {
+        if constexpr (past_caches) {
+            _mm512_stream_ps(to, x);
+        } else {
+            keep(to, x);
+        }
+    }
+    static void keep(float* to, Float x) { _mm512_storeu_ps(to, x); }
+    static void end_stores() {
+        if constexpr (past_caches) _mm_sfence();
+    }
     static Float set(float x) { return _mm512_set1_ps(x); }
     static Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
     static Float sub(Float a, Float b) { return _mm512_sub_ps(a, b); }
@@ -64,12 +74,18 @@ struct Avx512 {
         return _mm512_slli_epi32(_mm512_cvtepu16_epi32(load_256(from)), 16);
     }
     static Int load_signed_16(const std::int16_t* from) { return _mm512_cvtepi16_epi32(load_256(from)); }
-    static void store_low_16(std::uint16_t* to, Int a, Int b) { _mm512_storeu_si512(to, words_of(a, b, 0)); }
-    static void store_high_16(std::uint16_t* to, Int a, Int b) { _mm512_storeu_si512(to, words_of(a, b, 1)); }
+    static void store_low_16(std::uint16_t* to, Int a, Int b) { store_words(to, words_of(a, b, 0)); }
+    static void store_high_16(std::uint16_t* to, Int a, Int b) { store_words(to, words_of(a, b, 1)); }
 
     static Float load_fp16(const std::uint16_t* from) { return _mm512_cvtph_ps(load_256(from)); }
     static void store_fp16(std::uint16_t* to, Float x) {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+        const __m256i halves = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
+        auto* const at = reinterpret_cast<__m256i*>(to);
+        if constexpr (past_caches) {
+            _mm256_stream_si256(at, halves);
+        } else {
+            _mm256_storeu_si256(at, halves);
+        }
     }
     static Int load_8(const std::uint8_t* from) {
         return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -94,6 +110,7 @@ struct Avx512 {
     static void store_double(double* to, Double x) { _mm512_storeu_pd(to, x); }
 
   private:
+    static void store_words(std::uint16_t* to, Int words) { store(reinterpret_cast<float*>(to), as_float(words)); }
     // Returns 16 bits of each lane of a, then of b: the low half, or the high half if `high` is 1.
     static Int words_of(Int a, Int b, std::uint32_t high) {
         const Int at = shift_left<2>(iota());  // lane i of the result is words 4i and 4i + 2 of both, or the next
@@ -103,7 +120,7 @@ struct Avx512 {
     static __m256i load_256(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 };
 
-constexpr Kernels kTable = make_kernels<Avx512>();
+constexpr Kernels kTable = make_kernels<Avx512<false>, Avx512<true>>();
 
 }  // namespace
 

@@ -8,7 +8,7 @@
 namespace infinity::adam {
 namespace {
 
-constexpr Kernels kTable = make_kernels<Plain, Plain>();
+constexpr Kernels kTable = make_kernels<Plain, Plain, Plain, Plain>();
 
 }  // namespace
 

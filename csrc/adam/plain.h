@@ -12,7 +12,7 @@ namespace {
 
 struct Plain {
     static constexpr std::size_t kWidth = 1, kDoubleWidth = 1;
-    static constexpr bool kInterleaved = false;
+    static constexpr bool kInterleaved = false, kPastCaches = false;
     using Interleaved = Plain;
     using Float = float;
     using Int = std::uint32_t;
@@ -20,9 +20,8 @@ struct Plain {
 
     INFINITY_FN static Float load(const float* from) { return *from; }
     INFINITY_FN static void store(float* to, Float x) { *to = x; }
-    static constexpr bool kStreams = false;  // no stores past the caches
-    INFINITY_FN static void stream(float* to, Float x) { *to = x; }
-    INFINITY_FN static void end_stream() {}
+    INFINITY_FN static void keep(float* to, Float x) { *to = x; }
+    INFINITY_FN static void end_stores() {}
     INFINITY_FN static Float set(float x) { return x; }
     INFINITY_FN static Float add(Float a, Float b) { return a + b; }
     INFINITY_FN static Float sub(Float a, Float b) { return a - b; }

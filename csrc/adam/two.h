@@ -29,6 +29,11 @@ struct VectorPair {
         W::store(to, x.a);
         W::store(to + W::kWidth, x.b);
     }
+    static void keep(float* to, Float x) {
+        W::keep(to, x.a);
+        W::keep(to + W::kWidth, x.b);
+    }
+    static void end_stores() { W::end_stores(); }
     static Float set(float x) { return {W::set(x), W::set(x)}; }
     static Float add(Float x, Float y) { return {W::add(x.a, y.a), W::add(x.b, y.b)}; }
     static Float sub(Float x, Float y) { return {W::sub(x.a, y.a), W::sub(x.b, y.b)}; }

@@ -50,7 +50,15 @@ inline constexpr std::size_t kRules = sizeof(kRuleRows) / sizeof(kRuleRows[0]);
 
 constexpr std::size_t moments_of(Rule rule) { return kRuleRows[static_cast<std::size_t>(rule)].moments; }
 
-// Flat arrays of n elements each.
+// The arrays that an update reads. In place, they are those that it writes.
+struct Sources {
+    const void* param;
+    const void* master;
+    const void* moment[2];
+    const std::uint8_t* scale[2];
+};
+
+// Flat arrays of n elements each, which are written, except for the gradient.
 struct Arrays {
     void* param;
     void* master;  // unused in Format::kFp32
@@ -59,14 +67,7 @@ struct Arrays {
     std::uint8_t* scale[2];  // Moments::kEight: a byte per block
     DType grad_dtype;
     Moments moments;
-};
-
-// The values from which a step starts, if they are not those of `Arrays`, where it writes its results.
-struct Sources {
-    const void* param;
-    const void* master;
-    const void* moment[2];
-    const std::uint8_t* scale[2];
+    Sources from;
 };
 
 // Random bits of stochastic rounding. They depend only on the key and the number of the element, and are therefore the
@@ -126,9 +127,13 @@ using FingerprintFn = std::uint64_t (*)(const std::uint64_t* words, std::size_t 
 // Copies these words and returns their fingerprint.
 using CopyFn = std::uint64_t (*)(const std::uint64_t* from, std::uint64_t* to, std::size_t first, std::size_t count);
 
+// Bytes of a line of the caches.
+inline constexpr std::size_t kLine = 64;
+
 // The functions of one instruction set.
 struct Kernels {
     UpdateFn update[kFormats][kRules];
+    UpdateFn draft[kFormats][kRules];  // of other arrays than those that it reads, at multiples of kLine
     SumFn sum_of_squares[kDTypes];
     ReceiveFn receive[kDTypes];  // by the target's type
     SplitFn split;

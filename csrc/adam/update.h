@@ -14,7 +14,7 @@ constexpr std::size_t min(std::size_t a, std::size_t b) { return a < b ? a : b; 
 template <class V, class F, class M, class R>
 inline void update_vector(const Arrays& a, const R& rule, std::size_t i, typename V::Int random) {
     typename V::Float p = F::load(a, i);
-    typename V::Float m = M::load(a.moment[0], i), v = R::kMoments == 2 ? M::load(a.moment[1], i) : m;
+    typename V::Float m = M::load(a.from.moment[0], i), v = R::kMoments == 2 ? M::load(a.from.moment[1], i) : m;
     rule(p, load_grad<V>(a.grad_dtype, a.grad, i), m, v);
     if (__builtin_expect(V::any_nan(p), false)) {
         p = V::canonical(p);
@@ -32,18 +32,20 @@ class Staged {
   public:
     Staged(const Arrays& a, std::size_t begin, std::size_t count, int moments)
         : from_(a), begin_(begin), count_(count), moments_(moments) {
-        std::memcpy(param_, at(a.param, kParam), count * kParam);
+        std::memcpy(param_, of(a.from.param, kParam), count * kParam);
         if constexpr (F::kMasterBytes != 0)
-            std::memcpy(master_, at(a.master, F::kMasterBytes), count * F::kMasterBytes);
+            std::memcpy(master_, of(a.from.master, F::kMasterBytes), count * F::kMasterBytes);
         const std::size_t grad = grad_bytes(a.grad_dtype);
-        std::memcpy(grad_, static_cast<const char*>(a.grad) + begin * grad, count * grad);
-        for (int k = 0; k < moments; ++k) std::memcpy(moment_[k], at(a.moment[k], moment_bytes), count * moment_bytes);
+        std::memcpy(grad_, of(a.grad, grad), count * grad);
+        for (int k = 0; k < moments; ++k)
+            std::memcpy(moment_[k], of(a.from.moment[k], moment_bytes), count * moment_bytes);
         arrays = a;
         arrays.param = param_;
         arrays.master = master_;
         arrays.grad = grad_;
         arrays.moment[0] = moment_[0];
         arrays.moment[1] = moment_[1];
+        arrays.from = {param_, master_, {moment_[0], moment_[1]}, {}};
     }
     void put_back() const {
         std::memcpy(at(from_.param, kParam), param_, count_ * kParam);
@@ -59,11 +61,15 @@ class Staged {
   private:
     static constexpr std::size_t kParam = sizeof(typename F::Param);
     char* at(void* array, std::size_t width) const { return static_cast<char*>(array) + begin_ * width; }
+    const char* of(const void* array, std::size_t width) const {
+        return static_cast<const char*>(array) + begin_ * width;
+    }
 
     const Arrays& from_;
     std::size_t begin_, count_;
     int moments_;
-    float param_[V::kWidth] = {}, master_[V::kWidth] = {}, grad_[V::kWidth] = {}, moment_[2][V::kWidth] = {};
+    alignas(64) float param_[V::kWidth] = {}, master_[V::kWidth] = {}, grad_[V::kWidth] = {},
+                      moment_[2][V::kWidth] = {};
 };
 
 template <class V, class F, class M, class R>
@@ -84,6 +90,7 @@ template <class V, class F, class M, class R>
             rest.put_back();
         }
     }
+    V::end_stores();
 }
 
 }  // namespace

@@ -51,6 +51,8 @@ Arrays to_arrays(const UpdateNames& names, const UpdateArrays& addresses, Rule r
         const std::size_t blocks = (n + kBlock - 1) / kBlock;
         arrays.scale[k] = pointer<std::uint8_t>(checks.add(kScaleNames[k], addresses.scales[k], 1, blocks));
     }
+    arrays.from = {
+        arrays.param, arrays.master, {arrays.moment[0], arrays.moment[1]}, {arrays.scale[0], arrays.scale[1]}};
     return arrays;
 }
 

@@ -54,16 +54,16 @@ struct Updater {
 
     // Updates the elements from i on, and writes their new moments to m_to and v_to.
     void update(std::size_t i, float* m_to, float* v_to) {
-        const auto codes = [this, i](int k) { return static_cast<const std::uint8_t*>(a.moment[k]) + i; };
+        const auto codes = [this, i](int k) { return static_cast<const std::uint8_t*>(a.from.moment[k]) + i; };
         typename V::Float p = F::load(a, i);
         typename V::Float m = first.load(codes(0)), v = m;
         if constexpr (R::kMoments == 2) v = second.load(codes(1));
         rule(p, load_grad<V>(a.grad_dtype, a.grad, i), m, v);
         F::store(a, i, V::canonical(p));
-        V::store(m_to, m);
+        V::keep(m_to, m);
         see<0>(m);
         if constexpr (R::kMoments == 2) {
-            V::store(v_to, v);
+            V::keep(v_to, v);
             see<1>(v);
         }
     }
@@ -103,7 +103,7 @@ template <class V, class F, class R, int root>
     PendingMoments pending;
     for (std::size_t at = begin; at < end; at += kBlock) {
         const std::size_t n = min(end - at, kBlock), block = at / kBlock;
-        std::uint32_t scale[2] = {a.scale[0][block], R::kMoments == 2 ? a.scale[1][block] : kLeastScale};
+        std::uint32_t scale[2] = {a.from.scale[0][block], R::kMoments == 2 ? a.from.scale[1][block] : kLeastScale};
         Updater<V, F, R, root> updater(a, rule, scale);
         std::size_t i = 0;
         for (; i + V::kWidth <= n; i += V::kWidth) updater.update(at + i, pending.values[0] + i, pending.values[1] + i);
@@ -116,6 +116,7 @@ template <class V, class F, class R, int root>
         }
         encode_block<V, R::kMoments, root>(a, random, pending, scale, at, n);
     }
+    V::end_stores();
 }
 
 }  // namespace

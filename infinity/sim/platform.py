@@ -124,8 +124,8 @@ def simulated_kernels(device: SimulatedDevice) -> Kernels:
         # States are read and written, gradients read. Parameters beside fp32 masters are only written.
         moved = 2 * sum(state.nbytes for state in states.values()) + grad.nbytes + param.nbytes
         moved += 0 if "master" in states else param.nbytes
-        if more.get("before") is not None:  # a draft: the lines that it writes are read first
-            moved += sum(state.nbytes for state in states.values()) + param.nbytes
+        if more.get("before") is not None:  # a draft: it reads the lines of 8-bit codes that it writes
+            moved += sum(state.nbytes for state in states.values() if state.dtype is torch.uint8)
         pool = BACKGROUND if more.get("background") else FOREGROUND
         work("update", moved, param, kernels.update_run, states, param, grad, *rest, pool=pool)
 

@@ -91,8 +91,8 @@ struct Registers {
     // Returns the registers as arrays for the formats.
     __device__ Arrays values() {
         Arrays arrays{};
-        arrays.param = param;
-        arrays.master = master;
+        arrays.from.param = arrays.param = param;
+        arrays.from.master = arrays.master = master;
         return arrays;
     }
     __device__ void store_values(const Arrays& a) const {
