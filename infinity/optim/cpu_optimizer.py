@@ -36,6 +36,24 @@ _EXTRA = {torch.bfloat16: ("remainder", torch.int16), torch.float16: ("master", 
 """Parameter dtype → name and dtype of the state that completes it to fp32."""
 
 
+class _Prepared:
+    """Updates that one call performs: waking threads for each takes as long as a small update."""
+
+    def __init__(self) -> None:
+        self.updates: list[_adam.Update] = []
+        self.params: list[Tensor] = []
+        self.steps: list[Tensor] = []
+
+    def perform(self, threads: int) -> None:
+        _adam.update_all(self.updates, threads)
+        if self.params:
+            torch.autograd.graph.increment_version(self.params)  # written by address, unseen by autograd
+            torch._foreach_add_(self.steps, 1)
+        self.updates.clear()
+        self.params.clear()
+        self.steps.clear()
+
+
 class CPUAdam(torch.optim.Optimizer):
     """AdamW, or Adam with L2 decay, for fp32, bf16 and fp16 parameters on the CPU.
 
@@ -108,7 +126,7 @@ class CPUAdam(torch.optim.Optimizer):
 
         grad_scale: factor applied to gradients as they are read, such as 1 / loss scale or a clipping coefficient.
         """
-        loss, pending = None, list[_adam.Update]()
+        loss, prepared = None, _Prepared()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -119,10 +137,10 @@ class CPUAdam(torch.optim.Optimizer):
                 scale = -grad_scale if group["maximize"] else grad_scale
                 for param in group["params"]:
                     if param.grad is not None:
-                        self._update(param, number, hyper, scale, pending)
+                        self._prepare(param, number, hyper, scale, prepared)
                     number += 1
         finally:
-            _adam.update_all(pending, self.threads)
+            prepared.perform(self.threads)
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,8 +182,8 @@ class CPUAdam(torch.optim.Optimizer):
 
     # -- one parameter -------------------------------------------------------------------------------------------------
 
-    def _update(self, param: Tensor, number: int, hyper: Hyper, grad_scale: float, pending: list[_adam.Update]) -> None:
-        """Add the update of `param` to `pending`, which one call performs: waking threads for each takes as long."""
+    def _prepare(self, param: Tensor, number: int, hyper: Hyper, grad_scale: float, prepared: _Prepared) -> None:
+        """Add the update of `param` to `prepared`."""
         _check(param)
         grad = param.grad
         assert grad is not None
@@ -174,8 +192,7 @@ class CPUAdam(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             state.update(self._first_state(param))
-        state["step"] += 1
-        step = int(state["step"])
+        step = int(state["step"].item()) + 1
         moments, scales = moments_in("adamw", state)
         extra = _EXTRA.get(param.dtype)
         for name in ("remainder", "master"):
@@ -186,16 +203,12 @@ class CPUAdam(torch.optim.Optimizer):
         kept = None if extra is None else state[extra[0]]
         flat = param.contiguous()
         dense = grad.resolve_neg().contiguous()
-        try:
-            given = update_arguments(_CPU, flat, kept, dense, moments, scales, hyper)
-            pending.append(_adam.prepare(**given, grad_scale=grad_scale, step=step, key=self._key(number, step)))
-        except ValueError:
-            state["step"] -= 1
-            raise
-        torch.autograd.graph.increment_version(param)  # written by address, unseen by autograd
+        given = update_arguments(_CPU, flat, kept, dense, moments, scales, hyper)
+        prepared.updates.append(_adam.prepare(**given, grad_scale=grad_scale, step=step, key=self._key(number, step)))
+        prepared.params.append(param)
+        prepared.steps.append(state["step"])
         if flat is not param or dense is not grad:  # copies, which live until this returns
-            _adam.update_all(pending, self.threads)
-            pending.clear()
+            prepared.perform(self.threads)
         if flat is not param:
             param.copy_(flat)
 
