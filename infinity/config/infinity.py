@@ -106,7 +106,8 @@ class Infinity(Section):
     update is dropped and made again with the right scale, so the results are the same. It applies to units with
     optimizer states on nvme, and beside an accelerator in host memory, as far as there is room for a second copy of
     parameters and optimizer states: half of the space that is left in `nvme_path`, and in host memory what is left of
-    `memory.host`. Other units are updated in the next forward. `false`: all are."""
+    `memory.host`, for three quarters of the parameters. Other units are updated in the next forward. `false`: all
+    are."""
 
     forward_updates: Share = 0.0
     """Share of the parameters that the next forward updates although the others are updated during backward: those of

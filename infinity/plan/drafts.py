@@ -15,6 +15,10 @@ from infinity.plan.placement import Placement, State, aligned
 from infinity.plan.policy import DeviceInfo, updated_in_forward
 from infinity.tier_kind import TierKind
 
+_IN_MEMORY = 0.75
+"""Largest share of drafts with second slots in host memory: forward, a quarter to a third of a step, hides the other
+updates."""
+
 Slots = Collection[tuple[int, State]]
 """(unit index, state) that get a second slot."""
 
@@ -91,7 +95,8 @@ def _fitting(
 ) -> set[int]:
     """Return as many of `units`, spread evenly, as there is room for."""
     whole = needed([unit.index for unit in units])
-    share = min([1.0, *(room[tier] / nbytes for tier, nbytes in whole.items() if nbytes)])
+    most = _IN_MEMORY if whole[TierKind.HOST] else 1.0
+    share = min([most, *(room[tier] / nbytes for tier, nbytes in whole.items() if nbytes)])
     chosen = {unit.index for unit in units} - updated_in_forward(units, 1 - share)
     # Units differ in size, so the share of the elements may take more than its bytes.
     for unit in sorted(units, key=lambda unit: -unit.numel):
