@@ -143,7 +143,7 @@ class TrainingRunner(Runner):
         if unit.due_update is not None or unit.residency is Residency.UPDATING:
             with self.store.moving():
                 self._arrive(unit)
-        elif unit.residency is Residency.FETCHING and unit.update is not None:  # prefetched, after the update
+        elif unit.residency is not Residency.RESIDENT and unit.update is not None:  # prefetched, or in the tier alone
             with self.store.moving():
                 self.store.await_update(unit.update)
 
@@ -358,7 +358,7 @@ class TrainingRunner(Runner):
             self._send(self.store.units[index])
 
     def make_due(self, scale: float) -> None:
-        """Turn stored gradients into pending updates, and start those of units that are in a buffer.
+        """Turn stored gradients into pending updates, and start those of units that are in a buffer or need none.
 
         scale: factor of the gradients, which are summed over ranks.
         """
@@ -367,11 +367,12 @@ class TrainingRunner(Runner):
         if ready:
             self._gradients.settle()
         self.schedule.step.add_updated([*kept, *ready])
-        units = [self.store.units[index] for index in ready]
+        units = [self.store.units[index] for index in self.schedule.by_first_use(ready)]
         for unit in units:  # all of them first: an error at the start of one leaves the others pending
             unit.postpone(self._job(unit, scale, None))
         for unit in units:
-            if unit.lease is not None and unit.due_update is not None:
+            starts = unit.lease is not None or self.store.needs_no_buffer(unit)
+            if starts and unit.due_update is not None:
                 self.start_update(unit, unit.due_update)
         self._count_edits(self.schedule.step.updated)
 

@@ -153,6 +153,11 @@ class Schedule:
             return Update.AT_STEP
         return Update.DRAFT if drafts else Update.NOW
 
+    def by_first_use(self, units: Sequence[int]) -> list[int]:
+        """Return `units` in the order of their first uses in a cycle, and last those that the trace lacks."""
+        place = {unit: at for at, unit in enumerate(self.trace.by_first_use())}
+        return sorted(units, key=lambda unit: place.get(unit, len(place)))
+
     def first_updates(self, released: Callable[[int], bool]) -> Iterator[int]:
         """Yield the units that `engine.step()` updates first: those that the trace uses first.
 

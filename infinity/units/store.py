@@ -352,12 +352,12 @@ class UnitStore:
         """→ UPDATING: hand this rank's shard of the leased buffer to an update. `leave_if_unused` follows.
 
         The buffer holds the parameters, is being filled with them, or, for a RELEASED unit, is filled by the update.
+        Without a buffer, the update changes the tier alone, and the unit stays RELEASED.
         """
-        assert unit.lease is not None
         # Kernels of the model that were issued before may still read the buffer that the update writes.
         reached = self._device.compute_reached()
         arrives: Transfer | None = None
-        early, viewed, leaves = job.gradient is not None, False, False
+        early, viewed, leaves = job.gradient is not None, False, unit.lease is None
         prepare: Callable[[], None] | None = None
         check: EditCheck | None = None
         if unit.residency is Residency.RESIDENT:
@@ -380,7 +380,7 @@ class UnitStore:
             arrives = unit.take_transfer()
             # A prefetched unit: the update waits for its fetch in place of reading the parameters again.
             unit.note_read(arrives or DONE)
-        if unit.lease.is_substituted:
+        if unit.lease is not None and unit.lease.is_substituted:
             self.kept.note_overwritten(unit)
         # Views stay attached to the buffer, so the parameters change their type and keep their memory.
         if self.kept.is_overwritten(unit):
@@ -397,11 +397,21 @@ class UnitStore:
         unit.begin_update(job.progress, early=early)
         # A buffer that is released at once gets no copy of the result: the next fetch reads the tier.
         target = None if leaves else unit.shard_bytes(self._ranks.shard_rank)
-        if leaves and check is not None:
+        if unit.lease is None:
+            unit.move(Residency.RELEASED)
+        elif leaves and check is not None:
             unit.move(Residency.RELEASED)
             self.buffers.leave(unit, check, job.progress, in_backward=False)
         checked = DONE if check is None else check.copied
         return PlacedUpdate(job, target, arrives, reached, fetched, after, prepare, checked)
+
+    def needs_no_buffer(self, unit: Unit) -> bool:
+        """Return whether the update of a released unit changes its tier alone, beside the device's compute.
+
+        If the host computes, updates wait for their unit's next use, so that the first forward does not wait for them.
+        """
+        is_alone = unit not in self.kept and self.buffers.left_by(unit) is None
+        return is_alone and unit.index in self._in_tier and not self._device.host_addressable
 
     def leave_if_unused(self, unit: Unit, *, in_tier_alone: bool) -> None:
         """Release the buffer of a unit whose submitted update does not use it. Warnings come last: they may raise."""

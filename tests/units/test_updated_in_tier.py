@@ -89,3 +89,53 @@ def test_a_gradient_follows_the_update_of_a_prefetched_unit(engine: TrainingEngi
     unit.update = SimpleNamespace(done=update, computed=update)  # type: ignore[assignment]
     engine.updates.runner._finish_update(unit)
     assert update.waited
+
+
+def test_a_gradient_follows_the_update_of_a_released_unit(engine: TrainingEngine) -> None:
+    """It may arrive without a use: backward of a bias reads no parameter."""
+    engine.parts.store.release_all()
+    unit = engine.parts.units[1]
+    update = under_update(engine, unit)
+    engine.updates.runner._finish_update(unit)
+    assert update.waited
+
+
+CLIPPED = engine_config("cpu", "cpu", clip=0.1, prefetch_bytes=20_000, speculate=False)
+
+
+def test_step_starts_the_updates_that_need_no_buffer() -> None:
+    """Without drafts, clipping leaves all updates to step(). A host that computes updates at the next use instead."""
+    for late in (True, False):
+        with open_engine(seeded(Stack), CLIPPED, LateDevice() if late else None) as engine:
+            train(engine, BATCHES[:2])  # a trace
+            engine.updates.runner.settle()
+            engine.backward(engine(*BATCHES[2]))
+            released = [unit for unit in engine.parts.units if unit.residency is Residency.RELEASED]
+            engine.step()
+            assert len(released) > 2
+            waiting = [unit for unit in released if unit.due_update is not None]
+            # A unit that was evicted last is compared first.
+            assert len(waiting) <= 1 if late else waiting == released
+
+
+def test_updates_start_in_the_order_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reversed(Stack):
+        """Its last block is used first."""
+
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(tokens)
+            for block in reversed(self.blocks):
+                x = block(x)
+            return torch.nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), targets.flatten())
+
+    with open_engine(seeded(Reversed), CLIPPED, LateDevice()) as engine:
+        train(engine, BATCHES[:2])
+        engine.updates.runner.settle()
+        engine.backward(engine(*BATCHES[2]))
+        runner, started = engine.updates.runner, list[int]()
+        start = runner.start_update
+        monkeypatch.setattr(runner, "start_update", lambda unit, job: (started.append(unit.index), start(unit, job)))
+        engine.step()
+        first = list(engine.parts.schedule.trace.by_first_use())
+        assert len(started) > 2 and started == [index for index in first if index in started]
+        assert started != sorted(started)
