@@ -18,7 +18,6 @@ from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.parameter_names import ZeroParamStatus as ZeroParamStatus
 from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
 from infinity.engine.base import BaseEngine, open_engines
-from infinity.engine.room import check_room
 from infinity.errors import ConfigError, user_level
 from infinity.units.unit import Unit
 
@@ -130,7 +129,7 @@ class _Gathered(gather.GatheredParameters):
         # Edits in place are discarded by a copy of the bytes of before.
         copied = sum(unit.layout.nbytes for unit in units if engine.parts.store.buffers.in_place(unit))
         if copied and self._modifier is None:
-            check_room(engine, copied)
+            gather.check_room(engine, copied)
         super()._hold(engine, units)
 
     def __exit__(self, *raised: object) -> None:

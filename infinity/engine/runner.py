@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from infinity.comm.communicator import Communicator
 from infinity.errors import UsageError
-from infinity.model.scope import Scope
+from infinity.model.saved import Scope
 from infinity.observe.recorder import Recorder
 from infinity.schedule.schedule import Schedule
 from infinity.tiers.device import Device

@@ -26,7 +26,7 @@ from infinity.grads.collector import GradCollector
 from infinity.grads.store import GradStore
 from infinity.interrupts import uninterrupted
 from infinity.model.backward import BackwardTracker, ComingGradients
-from infinity.model.scope import Scope
+from infinity.model.saved import Scope
 from infinity.plan.plan import Plan
 from infinity.rules import Hyper
 from infinity.schedule.schedule import Schedule, Update

@@ -34,8 +34,7 @@ from infinity.grads.collector import GradCollector
 from infinity.grads.store import GradStore
 from infinity.model.aliases import check_aliases
 from infinity.model.backward import BackwardTracker, ComingGradients, Engine
-from infinity.model.saved import SavedTensors
-from infinity.model.scope import Scope
+from infinity.model.saved import SavedTensors, Scope
 from infinity.plan import pools as sizes
 from infinity.plan.budget import Budget
 from infinity.plan.placement import State

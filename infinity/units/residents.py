@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CodeScope(Protocol):
-    """Scope in which the model's code runs (`infinity.model.scope`)."""
+    """Scope in which the model's code runs (`infinity.model.saved`)."""
 
     depth: int
 
