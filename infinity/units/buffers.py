@@ -64,10 +64,6 @@ class UnitBuffers:
         """Return the number of units with a buffer."""
         return len(self._leased)
 
-    def units(self) -> list[Unit]:
-        """Return the units with a buffer, in the order in which they got it."""
-        return list(self._leased.values())
-
     def give(self, unit: Unit, lease: Lease) -> None:
         unit.give_buffer(lease)
         self._leased[unit.index] = unit

@@ -49,12 +49,6 @@ class KeptBuffers:
     def __contains__(self, unit: Unit) -> bool:
         return unit.index in self._kept
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def buffers(self) -> list[torch.Tensor]:
-        return [kept.buffer for kept in self._kept.values()]
-
     def keep(self, unit: Unit, lease: Lease, *, valid: bool = True) -> KeptBuffer:
         """Quarantine the buffer that the unit leaves. valid: it holds the unit's present parameters."""
         # Taken now, so that an edit through a view is found later, without a version [Note: edits without a version].
