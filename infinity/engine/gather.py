@@ -111,7 +111,7 @@ class GatheredParameters:
             if engine not in open_engines:
                 continue  # closed in the block
             engine.parts.runner.use(unit)  # an update in the block takes the parameters from their buffer
-            adopt_assigned(unit, engine.parts.store.recorder)
+            adopt_assigned(unit, engine.parts.device.recorder)
             engine.ranks.broadcast(unit.flat(), self._modifier, unit.index)
 
     def _hold(self, engine: BaseEngine, units: list[Unit]) -> None:
@@ -296,7 +296,7 @@ class _States:
         """Write this rank's shard to its tiers."""
         self._unit.snapshot_read.wait()
         self._engine.parts.states.write(self._unit.layout, self._flats)
-        self._engine.parts.store.rewritten(self._unit)
+        self._unit.rewritten()
         self._engine.parts.runner.refresh_viewed()
 
 

@@ -117,7 +117,7 @@ def test_one_that_is_being_updated_is_not_viewed(make_engine: OpenEngine) -> Non
     """The unit under update is the furthest of the busy ones, so the prefetched ones stay."""
     engine, victims, wanted = evaluated(make_engine)
     updated, *fetched = victims
-    engine.parts.store._leave(updated)
+    engine.parts.store.leave(updated)
     binding.unbind(updated)
     updated.move(Residency.UPDATING)
     keep_busy(updated, "update", Writing(updated))
