@@ -70,7 +70,7 @@ class Loading:
                 saved = [self._entry(slot) for slot in unit.layout.slots]
                 pairs = zip(saved, unit.steps, strict=True)
                 unit.steps = [step if entry is None else entry.step for entry, step in pairs]
-            parts.store.rewritten(unit)
+            unit.rewritten()
         for buffer, value in self._buffers:
             buffer.copy_(value)
         parts.runner.refresh_viewed()

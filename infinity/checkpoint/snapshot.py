@@ -28,7 +28,6 @@ from infinity.schedule.schedule import Schedule
 from infinity.tiers.device import Device
 from infinity.units.compiled import own_name
 from infinity.units.states import UnitStates
-from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -48,7 +47,6 @@ class ModelParts(Protocol):
     ranks: Communicator
     device: Device
     states: UnitStates
-    store: UnitStore
     schedule: Schedule
 
     @property

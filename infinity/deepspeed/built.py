@@ -25,7 +25,7 @@ from infinity.deepspeed.accelerator import get_accelerator
 from infinity.errors import UsageError
 from infinity.model.remote import drop_values, restore
 from infinity.units.released import is_released
-from infinity.units.residents import is_managed
+from infinity.units.residents import owner_of
 
 _DIGEST = 16
 """Bytes of the digest by which ranks without values compare parameters."""
@@ -130,7 +130,7 @@ def _register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> N
 
 def _has_engine(parameter: nn.Parameter) -> bool:
     """Return True for a parameter of an engine, or of one that was closed without its values."""
-    return is_released(parameter) or is_managed(parameter)
+    return is_released(parameter) or owner_of(parameter) is not None
 
 
 def _drop(parameter: nn.Parameter, digest: bytes | None) -> None:

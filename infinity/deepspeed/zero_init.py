@@ -18,7 +18,6 @@ from infinity.deepspeed.comm import init_distributed
 from infinity.deepspeed.parameter_names import ZeroParamStatus as ZeroParamStatus
 from infinity.deepspeed.settings import make_config, read_settings, without_auto_schedule
 from infinity.engine.base import BaseEngine, open_engines
-from infinity.engine.room import check_room
 from infinity.errors import ConfigError, user_level
 from infinity.units.unit import Unit
 
@@ -123,14 +122,14 @@ class _Gathered(gather.GatheredParameters):
     def __enter__(self) -> gather.GatheredParameters:
         super().__enter__()
         for engine, units in self._read_only():
-            engine.parts.store.hold_back_edits(units)
+            engine.parts.runner.edits.hold_back(units)
         return self
 
     def _hold(self, engine: BaseEngine, units: list[Unit]) -> None:
         # Edits in place are discarded by a copy of the bytes of before.
         copied = sum(unit.layout.nbytes for unit in units if engine.parts.store.buffers.in_place(unit))
         if copied and self._modifier is None:
-            check_room(engine, copied)
+            gather.check_room(engine, copied)
         super()._hold(engine, units)
 
     def __exit__(self, *raised: object) -> None:
@@ -139,13 +138,13 @@ class _Gathered(gather.GatheredParameters):
             super().__exit__(*raised)
         finally:
             for engine, units in held_back:
-                engine.parts.store.release_edits(units)
+                engine.parts.runner.edits.end_hold_back(units)
 
     def _share_edits(self) -> None:
         super()._share_edits()
         for engine, unit in self._held if self._modifier is not None else ():
             if unit not in self._ours and engine in open_engines:
-                engine.parts.store.write_edits([unit])  # the outer block then discards what is edited from now on
+                engine.parts.runner.edits.write([unit])  # the outer block then discards what is edited from now on
         for engine, units in self._read_only():
             discarded = engine.parts.runner.discard_edits(units)
             if discarded:

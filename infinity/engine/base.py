@@ -174,7 +174,7 @@ class BaseEngine(ABC):
         """
         self._check_open()
         self._hooks.check_replaced()
-        self.parts.store.check_held_back()
+        self.parts.runner.edits.check_held_back()
         with self.failing():
             self.parts.store.release_all()
 
@@ -256,7 +256,7 @@ class BaseEngine(ABC):
         self._closed = True
         open_engines.discard(self)
         self._hooks.remove()
-        healthy = not self._broken and self.parts.store.failure is None and not self.parts.ranks.error
+        healthy = not self._broken and self.parts.store.moves.failure is None and not self.parts.ranks.error
         try:
             if healthy:
                 self._finish()
@@ -307,7 +307,7 @@ class BaseEngine(ABC):
             )
         if self._closed:
             raise UsageError(f"the engine is closed: make a new one with {self._maker}")
-        self._broken = self._broken or str(self.parts.store.failure or "")
+        self._broken = self._broken or str(self.parts.store.moves.failure or "")
         if self._broken:
             raise UsageError(f"the engine stopped ({self._broken}): {self._remedy}")
         if self.parts.ranks.error:  # set by the thread of collectives, which has no caller to raise it

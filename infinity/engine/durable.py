@@ -56,7 +56,7 @@ class DurableSteps:
         self._extents = plan.io.durable.extents
         self._memory = {name: tier for name, tier in tiers.items() if isinstance(tier, SlabTier)}
         self._runner, self._store = runner, runner.store
-        runner.store.commit_steps()
+        runner.edits.commit_steps()
         self._device = device
         self._commits = Commits(
             run, tier, self._memory, self._extents, SideChannel(ranks), device, lambda: bool(refused)
@@ -98,7 +98,7 @@ class DurableSteps:
         with self._device.recorder.wait("gather", "saves"):
             self._commits.wait()
         self._stops, self._misplaced = self._commits.stops, self._commits.misplaced
-        self._store.write_edits()
+        self._runner.edits.write()
         units = self._store.units
         with self._device.recorder.wait("compute", "saves"):
             buffers = buffers_in_memory(model)
@@ -219,7 +219,7 @@ class DurableSteps:
         for unit, steps in zip(self._store.units, record.unit_steps, strict=True):
             unit.restore_steps(steps)
             unit.forget_saves()
-            self._store.rewritten(unit)
+            unit.rewritten()
         for buffer, value in buffers:
             buffer.copy_(value)
         self._runner.refresh_viewed()

@@ -14,7 +14,7 @@ all ranks, and give access to the fp32 masters of 16-bit parameters. They are co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,13 +23,16 @@ from torch import nn
 from infinity.checkpoint.format import view
 from infinity.comm.agreement.announcements import Announcement, Operation
 from infinity.engine.base import BaseEngine, open_engines
-from infinity.engine.room import make_room
 from infinity.engine.training import TrainingEngine
-from infinity.errors import RanksError, UsageError
+from infinity.errors import OutOfMemoryError, RanksError, UsageError
+from infinity.observe.log import logger
 from infinity.optim.moments import convert_moment, fp32_moment, rounding_key
 from infinity.plan.formats import StateKind
+from infinity.plan.pools import UNITS
 from infinity.rules import RULES
+from infinity.tier_kind import TierKind
 from infinity.units.binding import adopt_assigned
+from infinity.units.buffers import EXTRA
 from infinity.units.states import Flats
 from infinity.units.unit import Unit
 
@@ -42,6 +45,11 @@ __all__ = [
     "set_full_grad",
     "set_full_optimizer_state",
 ]
+
+_LESS = (
+    "gather fewer parameters at a time, or none, since a parameter is fetched where it is read (TRL: "
+    "ds3_gather_for_generation=False)"
+)
 
 
 class GatheredParameters:
@@ -103,7 +111,7 @@ class GatheredParameters:
             if engine not in open_engines:
                 continue  # closed in the block
             engine.parts.runner.use(unit)  # an update in the block takes the parameters from their buffer
-            adopt_assigned(unit, engine.parts.store.recorder)
+            adopt_assigned(unit, engine.parts.device.recorder)
             engine.ranks.broadcast(unit.flat(), self._modifier, unit.index)
 
     def _hold(self, engine: BaseEngine, units: list[Unit]) -> None:
@@ -122,6 +130,59 @@ class GatheredParameters:
         for engine, sizes in self._room:
             engine.parts.store.buffers.revoke(sizes)
         self._held, self._room = [], []
+
+
+def make_room(engine: BaseEngine, units: Sequence[Unit]) -> Counter[int]:
+    """Let the engine make the buffers that are missing to hold `units` at once, and return size → their number.
+
+    Pass the result to `engine.parts.store.buffers.revoke`. Collective if more than `EXTRA` of a size are missing.
+    Raises OutOfMemoryError on all ranks if they do not fit on one.
+    """
+    buffers = engine.parts.store.buffers
+    sizes = buffers.missing(units)
+    if max(sizes.values(), default=0) <= EXTRA:  # may be made at any time
+        return Counter()
+    needed = sum(size * count for size, count in sizes.items())
+    check_room(engine, needed)
+    if needed > engine.parts.most_gathered:  # more than each block before
+        engine.parts.note_gathered(needed)
+        if engine.ranks.is_main_rank:
+            logger.warning(
+                "GatheredParameters holds %d units at once, for which the plan has too few buffers: %d more take %s "
+                "bytes on each rank until its block ends. To avoid it, %s.",
+                len(units),
+                sizes.total(),
+                f"{needed:,}",
+                _LESS,
+            )
+    buffers.grant(sizes)
+    return sizes
+
+
+def check_room(engine: BaseEngine, needed: int) -> None:
+    """Raise OutOfMemoryError on all ranks if `needed` bytes of the model's memory are too many on one. Collective."""
+    available, memory = min(engine.ranks.gather(min(_spaces(engine))))
+    if needed > available:
+        raise OutOfMemoryError(memory, needed, available, _LESS)
+
+
+def _spaces(engine: BaseEngine) -> Iterator[tuple[int, str]]:
+    """Yield bytes that may be added in a memory, with its name for an error: the available memory of this rank, and the
+    rest of each limit of `infinity.memory` that a user has set.
+    """
+    parts = engine.parts
+    plan = parts.plan
+    added = parts.pools[UNITS].extra_nbytes
+    on_host = plan.device.type == "cpu"
+    # Ranks of a node that compute in its memory measure it before any of them adds to it.
+    free = parts.device.available_bytes() // (engine.ranks.local_size if on_host else 1)
+    yield max(0, free), f"{'host' if on_host else 'device'} memory for the parameters of GatheredParameters"
+    if plan.device.limit:
+        left = plan.device.limit - plan.peak_nbytes()[TierKind.DEVICE] - added
+        yield max(0, left), "device memory (infinity.memory.device) for the parameters of GatheredParameters"
+    if on_host and plan.budget.host is not None and engine.config.infinity.memory.host != "auto":
+        left = plan.budget.host - plan.peak_of_host() - added
+        yield max(0, left), "host memory (infinity.memory.host) for the parameters of GatheredParameters"
 
 
 def get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
@@ -235,7 +296,7 @@ class _States:
         """Write this rank's shard to its tiers."""
         self._unit.snapshot_read.wait()
         self._engine.parts.states.write(self._unit.layout, self._flats)
-        self._engine.parts.store.rewritten(self._unit)
+        self._unit.rewritten()
         self._engine.parts.runner.refresh_viewed()
 
 

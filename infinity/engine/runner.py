@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 from infinity.comm.communicator import Communicator
 from infinity.errors import UsageError
-from infinity.model.scope import Scope
+from infinity.model.saved import Scope
 from infinity.observe.recorder import Recorder
 from infinity.schedule.schedule import Schedule
 from infinity.tiers.device import Device
 from infinity.tiers.pool import Lease
 from infinity.units import residents
 from infinity.units.compiled import in_derivative, transformed
+from infinity.units.edits import Edits
 from infinity.units.store import UnitStore
 from infinity.units.unit import Residency, Unit
 
@@ -31,6 +32,7 @@ class Runner:
     def __init__(self, schedule: Schedule, store: UnitStore, scope: Scope, device: Device, ranks: Communicator) -> None:
         self.schedule = schedule
         self.store = store
+        self.edits = Edits(store)
         self.scope = scope
         self._device = device
         self._ranks = ranks
@@ -64,7 +66,7 @@ class Runner:
         store = self.store
         if unit.residency is Residency.RESIDENT and (not news or store.is_complete):
             return
-        with store.moving():
+        with store.moves.moving():
             if unit.residency is not Residency.RESIDENT:
                 self._arrive(unit)
             self._prefetch()
@@ -78,10 +80,10 @@ class Runner:
         self.store.unhold(unit)
 
     def await_committed_write(self, unit: Unit) -> None:
-        self.store.await_committed_write(unit)
+        self.edits.await_committed_write(unit)
 
     def check_edit_in_backward(self, name: str) -> None:
-        self.store.check_edit_in_backward(name)
+        self.edits.check_in_backward(name)
 
     def _pass_to(self, unit: Unit) -> None:
         """The unit in use changes to `unit`."""
@@ -103,7 +105,7 @@ class Runner:
 
     def prefetch(self) -> None:
         """Start to fetch the units that the trace uses next, as far as buffers suffice."""
-        with self.store.moving():
+        with self.store.moves.moving():
             self._prefetch()
 
     def _prefetch(self) -> None:
@@ -127,13 +129,13 @@ class Runner:
         In a plain loop, views show new parameters as soon as a step, a load or an edit has ended.
         """
         past = self.store.showing_past()
-        with self.store.moving():
+        with self.store.moves.moving():
             for unit in past:
                 if unit.residency is not Residency.RESIDENT:
                     self._arrive(unit)
 
     def discard_edits(self, units: Sequence[Unit]) -> list[Unit]:
-        """Fetch held units again that any rank has edited since `hold_back_edits`, and return these. Collective."""
+        """Fetch held units again that any rank has edited since `Edits.hold_back`, and return these. Collective."""
         for unit in units:
             self.use(unit)  # an update in the meantime takes the parameters from their buffer
-        return self.store.discard_edits(units)
+        return self.edits.discard(units)

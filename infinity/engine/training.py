@@ -600,7 +600,7 @@ class TrainingEngine(CheckpointingEngine):
             self.updates.runner.start_due_updates()  # updates of this backward wait for a commit, and that for these
         self.updates.runner.begin_backward(self.optimizer.hypers(), *self._expected())
         if not self.ranks.is_single and has_backward_hooks(self.module):
-            self.parts.store.begin_backward()  # the hooks may edit parameters
+            self.parts.runner.edits.begin_backward()  # the hooks may edit parameters
 
     def _check_reaches_no_updated_unit(self) -> None:
         """Raise UsageError if the backward that begins has gradients for units that the step's last one has updated."""
@@ -619,7 +619,7 @@ class TrainingEngine(CheckpointingEngine):
         """Drop the gradients of a backward that an exception cut short, and those accumulated before it."""
         if not self.parts.backward.conclude():
             return
-        self.parts.store.forget_backward()
+        self.parts.runner.edits.forget_backward()
         if self._step.updated:
             self._broken = "a backward failed after some units had been updated with its gradients"
         self._abandon_step()
@@ -696,7 +696,7 @@ class TrainingEngine(CheckpointingEngine):
         self._settle()
 
     def _settle(self) -> None:
-        self.parts.store.check_held_back()
+        self.parts.runner.edits.check_held_back()
         with self.failing():
             self.updates.runner.settle()
             self._check_refused(

@@ -26,7 +26,7 @@ from infinity.grads.collector import GradCollector
 from infinity.grads.store import GradStore
 from infinity.interrupts import uninterrupted
 from infinity.model.backward import BackwardTracker, ComingGradients
-from infinity.model.scope import Scope
+from infinity.model.saved import Scope
 from infinity.plan.plan import Plan
 from infinity.rules import Hyper
 from infinity.schedule.schedule import Schedule, Update
@@ -34,8 +34,8 @@ from infinity.tiers.device import Device
 from infinity.tiers.pool import Lease
 from infinity.units.compiled import eager
 from infinity.units.released import take_grad
-from infinity.units.store import UnitStore
 from infinity.units.unit import Residency, Unit
+from infinity.units.updating import UpdatingUnits
 from infinity.update.draft import Ceiling, Draft
 from infinity.update.job import Gradient, UpdateJob
 from infinity.update.pipeline import UpdatePipeline
@@ -48,7 +48,7 @@ class TrainingRunner(Runner):
         self,
         plan: Plan,
         schedule: Schedule,
-        store: UnitStore,
+        updating: UpdatingUnits,
         scope: Scope,
         device: Device,
         ranks: Communicator,
@@ -58,9 +58,10 @@ class TrainingRunner(Runner):
         gradients: GradStore,
         pipeline: UpdatePipeline,
     ) -> None:
-        super().__init__(schedule, store, scope, device, ranks)
+        super().__init__(schedule, updating.store, scope, device, ranks)
         self.hypers: Sequence[Hyper] = ()
         """Hyper-parameters of the updates that are created next, one entry per param_group."""
+        self._updating = updating
         self._backward = backward
         self._coming = coming
         self._collector = collector
@@ -141,11 +142,11 @@ class TrainingRunner(Runner):
         Its stored gradient is read before the next one is written. Otherwise returns at once.
         """
         if unit.due_update is not None or unit.residency is Residency.UPDATING:
-            with self.store.moving():
+            with self.store.moves.moving():
                 self._arrive(unit)
         elif unit.residency is not Residency.RESIDENT and unit.update is not None:  # prefetched, or in the tier alone
-            with self.store.moving():
-                self.store.await_update(unit.update)
+            with self.store.moves.moving():
+                self.store.moves.await_update(unit.update)
 
     def _pass_to(self, unit: Unit) -> None:
         if not self.schedule.alone and self.schedule.arrivals.any:
@@ -183,7 +184,7 @@ class TrainingRunner(Runner):
             if self.schedule.alone or unit.residency is not Residency.RESIDENT:
                 return
             if self.schedule.trace.passed(unit.index):
-                self.store.release_passed(unit)
+                self._updating.release_passed(unit)
         elif self._pipeline.reads_ahead:
             units = self.store.units
             first = self.schedule.first_updates(lambda index: units[index].residency is Residency.RELEASED)
@@ -222,13 +223,13 @@ class TrainingRunner(Runner):
     @uninterrupted()
     def start_update(self, unit: Unit, job: UpdateJob) -> None:
         """Start an update in the unit's buffer: → UPDATING."""
-        placed = self.store.place(unit, job)
+        placed = self._updating.place(unit, job)
         in_tier_alone = placed.target is None
         try:
             self._pipeline.submit(placed)
         finally:
             del placed  # it refers to the buffer, whose lease may end as soon as the job is done
-        self.store.leave_if_unused(unit, in_tier_alone=in_tier_alone)
+        self._updating.leave_if_unused(unit, in_tier_alone=in_tier_alone)
 
     def _start(self, unit: Unit, lease: Lease) -> None:
         """Start to fetch a released unit into a buffer, after its pending update, if any."""
@@ -242,11 +243,11 @@ class TrainingRunner(Runner):
 
     def start_due_updates(self) -> None:
         """Start every pending update."""
-        with self.store.moving():
+        with self.store.moves.moving():
             for unit in self.store.units:
                 if unit.due_update is not None:
                     if unit.residency is Residency.RELEASED:
-                        self.store.assign_for_update(unit)
+                        self._updating.assign(unit)
                     self.start_update(unit, unit.due_update)
 
     def settle(self) -> None:
@@ -254,7 +255,7 @@ class TrainingRunner(Runner):
         self._take_back_drafts()
         self.start_due_updates()
         self.store.await_updates()
-        with self.store.moving(), self.recorder.wait("update", "update"):
+        with self.store.moves.moving(), self.recorder.wait("update", "update"):
             self._pipeline.drop_ahead()
 
     # -- drafts ------------------------------------------------------------------------------------------------------
@@ -294,17 +295,17 @@ class TrainingRunner(Runner):
         """
         self.schedule.speculation.remove(unit.index)
         job = self._drafts.pop(unit.index, None)
-        with self.store.moving():
+        with self.store.moves.moving():
             if job is not None:
                 self._take_back(unit, job, keeps_buffer=False)
-            elif not self.schedule.alone:
+            elif not self.schedule.alone and unit.lease is not None:
                 self.store.release(unit)
 
     def _take_back(self, unit: Unit, job: UpdateJob, *, keeps_buffer: bool) -> None:
         assert job.draft is not None
         job.draft.decide(keep=False)
-        self.store.await_update(job.progress)
-        self.store.take_back(unit, keeps_buffer=keeps_buffer)
+        self.store.moves.await_update(job.progress)
+        self._updating.take_back(unit, keeps_buffer=keeps_buffer)
 
     def _take_back_drafts(self) -> None:
         """Take back all drafts."""
@@ -319,14 +320,14 @@ class TrainingRunner(Runner):
         keep = (scale, self.hypers) == self._assumed
         drafts, self._drafts = self._drafts, {}
         kept = []
-        with self.store.moving():
+        with self.store.moves.moving():
             for index, job in drafts.items():
                 assert job.draft is not None
                 if job.draft.decide(keep=keep):
                     kept.append(index)
                 else:
-                    self.store.await_update(job.progress)
-                    self.store.take_back(self.store.units[index], keeps_buffer=True)
+                    self.store.moves.await_update(job.progress)
+                    self._updating.take_back(self.store.units[index], keeps_buffer=True)
         self._gradients.drop(kept)
         self.schedule.speculation.end_step(scaled=scale != self._assumed[0])
         return kept
@@ -341,9 +342,9 @@ class TrainingRunner(Runner):
     def end_backward(self) -> bool:
         """Send incomplete gradients. Returns False if no gradient arrived.
 
-        Raises UsageError if a parameter was edited in the backward (`UnitStore.begin_backward`).
+        Raises UsageError if a parameter was edited in the backward (`Edits.begin_backward`).
         """
-        self.store.end_backward()
+        self.edits.end_backward()
         step, arrivals = self.schedule.step, self.schedule.arrivals
         self._coming.end_backward(last=step.is_last_micro_step)
         for index, slot, gradient in self._collector.due():
@@ -371,7 +372,7 @@ class TrainingRunner(Runner):
         for unit in units:  # all of them first: an error at the start of one leaves the others pending
             unit.postpone(self._job(unit, scale, None))
         for unit in units:
-            starts = unit.lease is not None or self.store.needs_no_buffer(unit)
+            starts = unit.lease is not None or self._updating.needs_no_buffer(unit)
             if starts and unit.due_update is not None:
                 self.start_update(unit, unit.due_update)
         self._count_edits(self.schedule.step.updated)
@@ -406,5 +407,6 @@ class TrainingRunner(Runner):
 
     def _forget_step(self) -> None:
         self._coming.end_backward(last=True)
-        self.store.end_step()
+        for unit in self.store.units:
+            unit.end_step()
         self.schedule.step.end()

@@ -34,8 +34,7 @@ from infinity.grads.collector import GradCollector
 from infinity.grads.store import GradStore
 from infinity.model.aliases import check_aliases
 from infinity.model.backward import BackwardTracker, ComingGradients, Engine
-from infinity.model.saved import SavedTensors
-from infinity.model.scope import Scope
+from infinity.model.saved import SavedTensors, Scope
 from infinity.plan import pools as sizes
 from infinity.plan.budget import Budget
 from infinity.plan.placement import State
@@ -53,6 +52,7 @@ from infinity.units.discover import ModelUnits
 from infinity.units.states import UnitStates
 from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
+from infinity.units.updating import UpdatingUnits
 from infinity.update.kernels import Kernels
 from infinity.update.pipeline import UpdatePipeline
 from infinity.update.tiles import UpdateBuffers
@@ -201,10 +201,10 @@ def wire(
         drafted=plan.drafted,
     )
     coming = ComingGradients(backward)
+    store = UnitStore(units, pool, states, device, ranks, schedule, plan.in_place)
+    scope = Scope(SavedTensors(backward, activations), store.resident)
     training: UpdateParts | None = None
     if plan.update is None:
-        store = UnitStore(units, pool, states, device, ranks, schedule, in_tier=(), in_place=plan.in_place)
-        scope = Scope(SavedTensors(backward, activations), store.resident)
         runner = Runner(schedule, store, scope, device, ranks)
     else:
         grad_tiers = _grad_tiers(plan, tiers, device)
@@ -216,10 +216,9 @@ def wire(
         pipeline = UpdatePipeline(update_buffers, kernel)
         trained = (unit.index for unit in units if unit.layout.trainable)
         in_tier = [index for index in trained if update_buffers.updated_in(index) == "tier"]
-        store = UnitStore(units, pool, states, device, ranks, schedule, in_tier)
-        scope = Scope(SavedTensors(backward, activations), store.resident)
+        updating = UpdatingUnits(store, in_tier)
         runner = TrainingRunner(
-            plan, schedule, store, scope, device, ranks, backward, coming, collector, gradients, pipeline
+            plan, schedule, updating, scope, device, ranks, backward, coming, collector, gradients, pipeline
         )
         training = UpdateParts(
             runner=runner,

@@ -207,7 +207,13 @@ def _aliased(model: nn.Module, shared: dict[int, list[_Held]]) -> str:
     if not targets:
         return ""
     paths = find_paths(_roots(model), targets)
-    problems = [_inside_problem(paths[key], alias.parameter) for key, alias in targets.items() if key in paths]
+    problems = [
+        f"{paths[key]} shares the memory of parameter {alias.parameter.name}, and would keep its initial values: "
+        "compute it in forward from the parameter itself, register a tied weight as the same Parameter, or keep a copy "
+        "(.detach().clone())"
+        for key, alias in targets.items()
+        if key in paths
+    ]
     if not problems:
         problems = [
             _outside_problem(alias)
@@ -253,14 +259,6 @@ def _roots(model: nn.Module) -> Iterator[tuple[str, object]]:
     for name, parameter in model.named_parameters(prefix="model"):
         for attribute, value in vars(parameter).items():
             yield f"{name}.{attribute}", value
-
-
-def _inside_problem(path: str, parameter: _Held) -> str:
-    return (
-        f"{path} shares the memory of parameter {parameter.name}, and would keep its initial values: compute it in "
-        "forward from the parameter itself, register a tied weight as the same Parameter, or keep a copy "
-        "(.detach().clone())"
-    )
 
 
 def _outside_problem(alias: _Alias) -> str:

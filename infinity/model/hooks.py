@@ -20,10 +20,10 @@ from infinity.model.added import StateCopies
 from infinity.model.backward import ComingGradients, Engine
 from infinity.units import binding, residents
 from infinity.units.compiled import (
+    HOOKS_REFUSED,
     breaks_graphs,
     eager,
     exchange_callback,
-    is_refused_derivative,
     refused_derivative,
     runs_as_it_is,
     transformed,
@@ -263,7 +263,7 @@ class ModelHooks:
                 try:
                     output = run(*args, **kwargs)
                 except RuntimeError as error:
-                    if is_refused_derivative(error):
+                    if HOOKS_REFUSED in str(error):
                         # Without a name: a variable of this frame would keep the error, which keeps the frame.
                         raise refused_derivative() from error
                     raise

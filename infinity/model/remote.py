@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -135,7 +134,8 @@ def _converted(remote: Any, func: Callable[..., Any], args: tuple[Any, ...], kwa
 def _unknown(remote: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the result of an operation, without values. Raises UsageError if it needs them or writes into a tensor."""
     values = (args, kwargs)
-    if _REFUSED.match(func.__name__) or kwargs.get("out") is not None or not all(map(is_remote, _tensors(values))):
+    tensors = (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
+    if _REFUSED.match(func.__name__) or kwargs.get("out") is not None or not all(map(is_remote, tensors)):
         raise _refusal(remote._label)
     # The meta device gives shape and dtype of the result, and refuses to show values.
     args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), values)
@@ -143,16 +143,11 @@ def _unknown(remote: Any, func: Callable[..., Any], args: tuple[Any, ...], kwarg
         result = func(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError) as error:
         raise _refusal(remote._label) from error
-    return tree_map_only(torch.Tensor, partial(_without_values, remote), result)
 
+    def without_values(like: torch.Tensor) -> Any:
+        return _as_remote(placeholder(tuple(like.shape), like.dtype, remote.device).detach(), remote._label, None)
 
-def _without_values(remote: Any, like: torch.Tensor) -> Any:
-    value = placeholder(tuple(like.shape), like.dtype, remote.device).detach()
-    return _as_remote(value, remote._label, None)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    return tree_map_only(torch.Tensor, without_values, result)
 
 
 def _equal(first: Any, second: Any) -> bool:

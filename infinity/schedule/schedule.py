@@ -7,7 +7,7 @@ take.
 
 Several ranks have to fetch, evict and reduce alike, since a fetch and a reduction are collectives. So with several
 ranks these decisions follow from the trace and the plan alone. Ranks may differ in whether a unit is updated now:
-`UnitStore.release_passed` keeps the free buffers alike. A rule that counts updates could therefore differ between
+`UpdatingUnits.release_passed` keeps the free buffers alike. A rule that counts updates could therefore differ between
 ranks; the plan chooses units instead.
 """
 
@@ -148,7 +148,7 @@ class Schedule:
             return Update.AT_STEP
         if drafts:
             self.speculation.add(unit)  # on all ranks, although some may not make the draft
-        # Views keep the former values (`UnitStore.place`), which a draft that is taken back must not need.
+        # Views keep the former values (`UpdatingUnits.place`), which a draft that is taken back must not need.
         if may_be_read or ((drafts or self.alone) and is_viewed()):
             return Update.AT_STEP
         return Update.DRAFT if drafts else Update.NOW

@@ -135,8 +135,8 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 _pop_mode, _push_mode = torch._C._pop_torch_dispatch_stack, torch._C._push_on_torch_dispatch_stack
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _FUNCTORCH = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
-_HOOKS_REFUSED = "don't yet support saved tensor hooks"
-"""Part of the message of torch.func's error."""
+HOOKS_REFUSED = "don't yet support saved tensor hooks"
+"""Part of the message of torch.func's error for a derivative in a forward with saved-tensor hooks."""
 
 
 def in_derivative() -> bool:
@@ -157,11 +157,6 @@ def transformed(name: str) -> UsageError:
         "memory is lent to other units before it is finished. Use torch.autograd.grad or torch.autograd.functional, or "
         "give torch.func.functional_call tensors of your own for all parameters (p.detach().clone())."
     )
-
-
-def is_refused_derivative(error: RuntimeError) -> bool:
-    """Return whether torch.func refused the saved-tensor hooks of a forward."""
-    return _HOOKS_REFUSED in str(error)
 
 
 def refused_derivative() -> UsageError:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch import nn
 
 from infinity.comm.dtensor import has_storage, local, unwrapped
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CodeScope(Protocol):
-    """Scope in which the model's code runs (`infinity.model.scope`)."""
+    """Scope in which the model's code runs (`infinity.model.saved`)."""
 
     depth: int
 
@@ -100,10 +99,6 @@ def behind(tensor: torch.Tensor) -> tuple[Unit, Fetcher] | None:
         return None
     unit, fetcher = found[0](), found[1]()
     return None if unit is None or fetcher is None else (unit, fetcher)
-
-
-def is_managed(parameter: nn.Parameter) -> bool:
-    return owner_of(parameter) is not None
 
 
 def clear() -> list[Unit]:

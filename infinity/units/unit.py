@@ -1,22 +1,27 @@
-"""A unit at run time: its parameters, their residency, and the allowed transitions."""
+"""A unit at run time: its parameters, their residency, the allowed transitions, and errors in them."""
 
 from __future__ import annotations
 
 import sys
 import weakref
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from functools import lru_cache
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from infinity.errors import ResidencyError, UsageError
+from infinity.errors import RanksError, ResidencyError, UsageError
+from infinity.interrupts import ForcedInterrupt, uninterrupted
+from infinity.observe.recorder import Recorder
 from infinity.plan.layout import UnitLayout
 from infinity.tiers.digests import Fingerprint
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Transfer, also
+from infinity.units.compiled import outside_modes
 
 if TYPE_CHECKING:
     from infinity.update.job import UpdateJob, UpdateProgress
@@ -178,6 +183,11 @@ class Unit:
         """Replace the number of updates of each parameter, by slot."""
         self.steps = list(steps)
 
+    def rewritten(self) -> None:
+        """A load or a write to the tiers overwrote the parameters: earlier references are invalid."""
+        self.overwritten()
+        torch.autograd.graph.increment_version(self.parameters)
+
     def begin_update(self, update: UpdateProgress, *, early: bool) -> None:
         """Record that an update of the parameters is submitted. early: before `engine.step()`."""
         self.update, self.due_update = update, None
@@ -257,6 +267,60 @@ class Unit:
         """Return True if anything other than the unit's parameters refers to its buffer."""
         assert self.lease is not None
         return self.lease.is_referenced(beyond=len(self.parameters))
+
+
+class Moves:
+    """Moves of one engine's units between tiers and buffers. The error of one stops the engine."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.failure: OSError | ForcedInterrupt | RanksError | UsageError | None = None
+        """Data did not arrive, or an edit is lost, so the engine must not continue from this state."""
+
+    def moving(self) -> AbstractContextManager[None]:
+        """Move units in the block: an error there stops the engine, and Ctrl-C waits for the end of the block."""
+        return _Moving(self)
+
+    def fail(self, error: OSError | ForcedInterrupt | RanksError | UsageError) -> None:
+        """Stop the engine because of the error of a transfer, or of an edit that must not be written."""
+        self.failure = error
+
+    def await_update(self, update: UpdateProgress | None) -> None:
+        """Wait until an update is written. No-op for None."""
+        if update is not None:
+            if update.done.done():
+                update.done.wait()  # raises its error
+                return
+            with self.recorder.wait("update", "update"):
+                update.done.wait()
+
+
+class _Moving(AbstractContextManager[None]):
+    """See `Moves.moving`. A class, since a generator takes three times as long, once a unit."""
+
+    __slots__ = ("_modes", "_moves", "_uninterrupted")
+
+    def __init__(self, moves: Moves) -> None:
+        self._moves, self._uninterrupted = moves, uninterrupted()
+
+    def __enter__(self) -> None:
+        self._uninterrupted.__enter__()
+        try:
+            self._modes = outside_modes()
+            self._modes.__enter__()
+        except BaseException:
+            self._uninterrupted.__exit__(*sys.exc_info())
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, OSError | ForcedInterrupt | RanksError):
+            self._moves.fail(error)
+        try:
+            self._modes.__exit__(kind, error, trace)
+        finally:
+            self._uninterrupted.__exit__(kind, error, trace)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

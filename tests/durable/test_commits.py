@@ -198,10 +198,9 @@ def test_a_step_waits_for_the_commit_before(held: HeldCommits, tmp_path: Path, m
     with opened(str(tmp_path), 1, update="next_forward") as engine:
         train(engine, range(1))
         seen: list[bool] = []
-        write_edits = engine.parts.store.write_edits
-        monkeypatch.setattr(
-            engine.parts.store, "write_edits", lambda: (seen.append(is_committed(engine)), write_edits())
-        )
+        edits = engine.parts.runner.edits
+        write = edits.write
+        monkeypatch.setattr(edits, "write", lambda: (seen.append(is_committed(engine)), write()))
         train(engine, range(1, 2))
         assert seen == [True]
 

@@ -17,7 +17,7 @@ from fuzz.case import Case, case_of, cases, in_words
 from fuzz.judge import judge
 from infinity.plan.placement import Extent
 from infinity.tiers.transfer import DONE, Transfer
-from infinity.units.store import UnitStore
+from infinity.units.write_back import WriteBack
 from support.late_device import LateDevice
 from support.late_disk import LateNvmeTier
 
@@ -88,7 +88,7 @@ def wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lose_edits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plant a fault: edits of a parameter are lost when it leaves its buffer."""
-    monkeypatch.setattr(UnitStore, "_was_edited", lambda self, unit: False)
+    monkeypatch.setattr(WriteBack, "was_edited", lambda self, unit: False)
 
 
 @pytest.mark.parametrize(

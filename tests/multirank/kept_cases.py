@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import infinity
 from infinity.errors import LifetimeError
-from infinity.units.residents import is_managed
+from infinity.units.residents import owner_of
 from multirank.cases import SAMPLES
 from support.configs import engine_config
 from support.late_device import LateDevice
@@ -114,7 +114,7 @@ After = Callable[[Any, int], Any]
 
 def full(weight: nn.Parameter) -> torch.Tensor:
     """The state of a parameter, of an engine's or of a plain model's."""
-    return infinity.get_full_fp32_param(weight) if is_managed(weight) else weight.detach()
+    return weight.detach() if owner_of(weight) is None else infinity.get_full_fp32_param(weight)
 
 
 def views_of(model: Any) -> list[Any]:

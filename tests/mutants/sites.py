@@ -20,7 +20,7 @@ class Mutant:
     file: str
     """Relative to the package, "units/store.py"."""
     name: str
-    """File, function, kind and number within that function: "units/store.py:UnitStore.place:wait#2". Changes of
+    """File, function, kind and number within that function: "units/store.py:UnitStore.release:wait#2". Changes of
     other lines do not change it.
     """
     line: int

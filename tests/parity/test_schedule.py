@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from infinity.plan.placement import State
-from infinity.tiers.digests import Fingerprint
 from infinity.tiers.slab import SlabTier
-from infinity.units.store import UnitStore
 from infinity.units.unit import Unit
+from infinity.units.write_back import WriteBack
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.loops import Result, open_engine, parameters_of, train
@@ -128,17 +127,17 @@ def test_parameters_in_host_memory_are_updated_in_place(optim: str, tmp_path: Pa
 def test_a_copy_within_host_memory_takes_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     """A unit's buffer is not hashed when the unit arrives, unless an update left the parameters in a buffer."""
     hashed = 0
-    hash_of = UnitStore._fingerprint
+    note_unedited = WriteBack.note_unedited
 
-    def counted(store: UnitStore, unit: Unit) -> Fingerprint:
+    def counted(write_back: WriteBack, unit: Unit) -> None:
         nonlocal hashed
         hashed += 1
-        return hash_of(store, unit)
+        note_unedited(write_back, unit)
 
     config = engine_config("cpu", "cpu", bf16=True, prefetch_bytes=0, unit_size=1)
     with open_engine(seeded(lambda: Stack(width=48, depth=8)), config) as engine:
         train(engine, token_batches(3))
         before = engine.ledger.snapshot()
-        monkeypatch.setattr(UnitStore, "_fingerprint", counted)
+        monkeypatch.setattr(WriteBack, "note_unedited", counted)
         train(engine, token_batches(1))
         assert (engine.ledger.snapshot() - before).fetches > 10 * hashed

@@ -20,7 +20,7 @@ class Residents:
     """Counts the units that have a device buffer at every use of a unit."""
 
     def __init__(self, engine: TrainingEngine) -> None:
-        self.store = engine.parts.store
+        self._engine = engine
         self.most = 0
         self.uses = 0
         self._use = engine.parts.runner.use
@@ -29,7 +29,12 @@ class Residents:
     def watch(self, unit: Unit) -> None:
         self._use(unit)
         self.uses += 1
-        self.most = max(self.most, len(self.store.buffers.units()))
+        self.most = max(self.most, len(leased(self._engine)))
+
+
+def leased(engine: TrainingEngine) -> list[Unit]:
+    """Return the units with a device buffer."""
+    return [unit for unit in engine.units if unit.lease is not None]
 
 
 def pool_buffers(engine: TrainingEngine) -> int:
@@ -50,7 +55,7 @@ def assert_nothing_leaked(engine: TrainingEngine) -> None:
     """Assert that no unit is held and every pool is full, once all states are in their tiers."""
     engine.settle()
     assert not any(unit.pin_count for unit in engine.units)
-    assert not engine.parts.store.buffers.units()
+    assert not leased(engine)
     for name, (free, count) in free_buffers(engine).items():
         assert free == count, f"pool {name}: {free} of {count} buffers are free"
 

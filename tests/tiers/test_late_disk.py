@@ -4,7 +4,7 @@ Mutations that these tests were seen to catch (losses or parameters are NaN or d
 
 - `UpdatePipeline._compute` without waiting for a tile's reads; `_finish_write` without waiting for its writes.
 - `UpdateJob.after` left out: an update reads states that the one before is still writing (test_update.py).
-- `UnitStore._release` without waiting for the unit's update: the next fetch reads former parameters.
+- `UnitStore.release` without waiting for the unit's update: the next fetch reads former parameters.
 - `GradStore._keep` without waiting for its write: the update reads former gradients.
 - `GradStore._add_stored` without waiting for its read.
 """

@@ -2,7 +2,7 @@
 
 Mutations that these tests caught (`make mutants` removes all waits):
 
-- `UnitStore.place` without `PlacedUpdate.after`: an update reads states that the one before has yet to write.
+- `UpdatingUnits.place` without `PlacedUpdate.after`: an update reads states that the one before has yet to write.
 """
 
 from __future__ import annotations

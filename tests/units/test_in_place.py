@@ -145,7 +145,7 @@ def test_views_follow_and_cost_no_buffer(tmp_path: Path) -> None:
         assert all(torch.equal(view, expected[name]) for name, view in views.items())
         views["head.weight"].fill_(2)
         assert (engine.state_dict()["head.weight"] == 2).all() and (model.head.weight == 2).all()
-        assert not len(engine.parts.store.kept) and not engine.parts.store.kept.warned
+        assert not engine.parts.store.kept._kept and not engine.parts.store.kept.warned
         infinity.set_full_fp32_param(model.head.weight, torch.full_like(model.head.weight, 4))
         assert (views["head.weight"] == 4).all()
 
@@ -201,7 +201,7 @@ def test_gradients_of_inputs_and_modes() -> None:
 def test_edits_are_discarded_by_a_copy() -> None:
     """In a block of DeepSpeed's GatheredParameters without modifier_rank; its end frees the copies."""
     with opened() as engine:
-        store, parameters = engine.parts.store, list(engine.module.parameters())
+        write_back, parameters = engine.parts.store.write_back, list(engine.module.parameters())
         expected, views = engine.state_dict(), [parameter.detach() for parameter in parameters]
         for edit in EDITS.values():
             if edit is EDITS["assigned"]:
@@ -214,7 +214,7 @@ def test_edits_are_discarded_by_a_copy() -> None:
                     edit(parameter)
                 with pytest.raises(UsageError, match="were edited in a block of GatheredParameters"):
                     engine.settle()
-            assert not store._before and not store._held_back
+            assert not write_back._before and not write_back._held_back
             state = engine.state_dict()
             assert all(torch.equal(state[name], value) for name, value in expected.items())
             assert all(torch.equal(view, each) for view, each in zip(views, parameters, strict=False))

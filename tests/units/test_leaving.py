@@ -14,8 +14,8 @@ import torch
 from infinity.engine.training import TrainingEngine
 from infinity.errors import UsageError
 from infinity.rules import Hyper
-from infinity.units.kept import EditCheck
 from infinity.units.unit import Residency, Unit
+from infinity.units.write_back import EditCheck, WriteBack
 from infinity.update.job import Gradient, PlacedUpdate, UpdateJob
 from infinity.update.pipeline import UpdatePipeline
 from support.configs import engine_config
@@ -45,7 +45,7 @@ def evicted(engine: TrainingEngine, *, edited: bool = True) -> tuple[Unit, torch
     if edited:
         values = unit.parameters[0].data.mul_(0.5).clone()  # no version
     store = engine.parts.store
-    store._evict(unit)
+    store.evict(unit)
     assert unit.residency is Residency.RELEASED and store.buffers.left_by(unit) is not None
     return unit, values
 
@@ -70,8 +70,8 @@ class Pending:
 
 READERS: dict[str, Callable[[TrainingEngine, Unit], object]] = {
     "a fetch": lambda engine, unit: engine.parts.runner.use(unit),
-    "an update": lambda engine, unit: engine.parts.store.assign_for_update(unit),
-    "a commit": lambda engine, unit: engine.parts.store.write_edits(),
+    "an update": lambda engine, unit: engine.updates.runner._updating.assign(unit),
+    "a commit": lambda engine, unit: engine.parts.runner.edits.write(),
     "a checkpoint": lambda engine, unit: engine.settle(),
     "another unit": lambda engine, unit: engine.parts.store.lease(unit).release(),
 }
@@ -91,7 +91,7 @@ def test_an_edit_is_written_before(engine: TrainingEngine, reader: str) -> None:
 def test_a_commit_of_a_unit_with_a_due_update_has_the_edit(engine: TrainingEngine) -> None:
     unit, values = evicted(engine)
     unit.postpone(UpdateJob(unit.layout, lambda: [], [Hyper(lr=0.1)], 1.0, 0))
-    engine.parts.store.write_edits()
+    engine.parts.runner.edits.write()
     assert torch.equal(in_tier(engine, unit), values)
     unit.due_update = None
 
@@ -108,7 +108,7 @@ def test_a_unit_is_not_read_ahead_before_its_edit_is_written(
     monkeypatch.setattr(store._schedule.trace, "upcoming", lambda: range(len(engine.units)))
     store.read_ahead()
     assert ahead and unit.index not in ahead
-    store.write_edits()
+    engine.parts.runner.edits.write()
     store.read_ahead()
     assert unit.index in ahead
 
@@ -116,8 +116,8 @@ def test_a_unit_is_not_read_ahead_before_its_edit_is_written(
 def test_an_unedited_unit_is_not_written(engine: TrainingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     unit, _ = evicted(engine, edited=False)
     store = engine.parts.store
-    monkeypatch.setattr(store, "_write_back", lambda unit, lease: pytest.fail("nothing was edited"))
-    store.write_edits()
+    monkeypatch.setattr(store.write_back, "write_shard", lambda unit, lease: pytest.fail("nothing was edited"))
+    engine.parts.runner.edits.write()
     assert store.buffers.left_by(unit) is None
 
 
@@ -126,7 +126,7 @@ def test_a_buffer_with_views_is_kept_and_compared_at_once(engine: TrainingEngine
     unit = next(unit for unit in engine.units if unit.residency is Residency.RESIDENT)
     view, store = unit.parameters[0].detach(), engine.parts.store
     with pytest.warns(UserWarning, match="still refers"):
-        store._evict(unit)
+        store.evict(unit)
     assert unit in store.kept and store.buffers.left_by(unit) is None
     del view
 
@@ -135,12 +135,12 @@ def test_an_edit_in_a_backward_of_several_ranks_is_refused(
     engine: TrainingEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank would write another one. As long as the unit is resident, and once it is evicted."""
-    store = engine.parts.store
-    store.begin_backward()
+    store, edits = engine.parts.store, engine.parts.runner.edits
+    edits.begin_backward()
     evicted(engine)
     with pytest.raises(UsageError, match="were edited by a hook during backward"):
-        store.end_backward()
-    store.failure = None
+        edits.end_backward()
+    store.moves.failure = None
     for leaving in store.buffers.all_leaving():
         store.buffers.release(leaving)
 
@@ -150,11 +150,11 @@ def test_a_step_collects_each_comparison_at_a_later_use(
 ) -> None:
     """The compute of the uses in between is issued before the model's thread sleeps."""
     uses, started, waited = [0], dict[EditCheck, int](), list[int]()
-    store, use = engine.parts.store, engine.parts.runner.use
-    start, call = type(store._edits).start, EditCheck.__call__
+    use = engine.parts.runner.use
+    start, call = WriteBack.start, EditCheck.__call__
 
-    def noted(edits: Any, unit: Unit) -> EditCheck:
-        check = start(edits, unit)
+    def noted(write_back: WriteBack, unit: Unit) -> EditCheck:
+        check = start(write_back, unit)
         started[check] = uses[0]
         return check
 
@@ -168,7 +168,7 @@ def test_a_step_collects_each_comparison_at_a_later_use(
         use(unit)
 
     train(engine, BATCHES[:2])
-    monkeypatch.setattr(type(store._edits), "start", noted)
+    monkeypatch.setattr(WriteBack, "start", noted)
     monkeypatch.setattr(EditCheck, "__call__", collected)
     monkeypatch.setattr(engine.parts.runner, "use", used)
     train(engine, BATCHES[:1])
@@ -182,7 +182,7 @@ def test_an_update_in_the_tier_alone_reads_the_edit_from_the_buffer(
     """The buffer is not given to another unit before, and the model's thread waits for nothing else."""
     unit = next(unit for unit in engine.units if unit.residency is Residency.RESIDENT)
     store, submitted = engine.parts.store, list[PlacedUpdate]()
-    monkeypatch.setattr(store, "_is_rewritten_in_tier_only", lambda unit: True)
+    monkeypatch.setattr(engine.updates.runner._updating, "_is_rewritten_in_tier_only", lambda unit: True)
     monkeypatch.setattr(UpdatePipeline, "submit", lambda pipeline, placed: submitted.append(placed))
     values = unit.parameters[0].data.mul_(0.5).clone()
     job = UpdateJob(unit.layout, lambda: [], [Hyper(lr=0.1)], 1.0, 0, Future[Gradient]())
@@ -198,7 +198,7 @@ def test_an_update_in_the_tier_alone_reads_the_edit_from_the_buffer(
         job.progress.computed.keep()
         job.progress.done.keep()
 
-    monkeypatch.setattr(store, "await_update", lambda progress: update() if submitted else None)
+    monkeypatch.setattr(store.moves, "await_update", lambda progress: update() if submitted else None)
     store._collect(leaving)
     assert torch.equal(in_tier(engine, unit), values)
     assert store.buffers.left_by(unit) is None
@@ -209,7 +209,7 @@ def test_a_unit_leaves_once_its_update_is_written(engine: TrainingEngine) -> Non
     """Several ranks evict a unit whose write is under way. It reads the buffer."""
     unit, writing = next(unit for unit in engine.units if unit.residency is Residency.RESIDENT), Pending()
     unit.update = SimpleNamespace(done=writing)  # type: ignore[assignment]
-    engine.parts.store._evict(unit)
+    engine.parts.store.evict(unit)
     assert writing.waited and engine.parts.store.buffers.left_by(unit) is not None
 
 

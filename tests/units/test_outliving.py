@@ -334,7 +334,7 @@ def test_hooks_of_a_forward_cost_no_buffer(make_engine: OpenEngine) -> None:
         assert all(unit.updated_early for unit in units)
         engine.step()
     engine.settle()
-    assert not any(unit.bound for unit in units) and not engine.parts.store.kept
+    assert not any(unit.bound for unit in units) and not engine.parts.store.kept._kept
 
 
 @viewed
@@ -494,7 +494,7 @@ def test_closing_releases_the_buffers_of_views(make_engine: OpenEngine) -> None:
     views = [layer.weight.data for layer in engine.module.layers]
     with torch.no_grad():
         engine.module(*BATCHES[0])
-    buffers = [weakref.ref(buffer) for buffer in engine.parts.store.kept.buffers()]
+    buffers = [weakref.ref(kept.buffer) for kept in engine.parts.store.kept._kept.values()]
     assert buffers and views
     engine.close()
     assert all(buffer() is None for buffer in buffers)

@@ -18,7 +18,7 @@ from infinity.model.saved import topmost_hooks
 from infinity.units import residents
 from support.configs import PLACEMENTS, engine_config
 from support.late_device import LateDevice
-from support.lifetime import Residents, assert_nothing_leaked, assert_trains_like_plain, pool_buffers
+from support.lifetime import Residents, assert_nothing_leaked, assert_trains_like_plain, leased, pool_buffers
 from support.loops import assert_close, assert_same, open_engine, plain, trained
 from support.models import Block, Linears, Stack, seeded, token_batches, vector_batches
 
@@ -49,7 +49,7 @@ def test_nothing_saved_keeps_a_buffer(make_engine: OpenEngine) -> None:
     engine = make_engine(seeded(Linears), unit_size=4096, prefetch_bytes=0)
     residents = Residents(engine)
     loss = engine(*VECTORS[0])
-    assert not any(unit.is_viewed() for unit in engine.parts.store.buffers.units())
+    assert not any(unit.is_viewed() for unit in leased(engine))
     assert all(unit.references > 0 for unit in engine.units[1:])
     engine.backward(loss)
     assert all(unit.references == 0 for unit in engine.units)

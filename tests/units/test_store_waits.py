@@ -150,11 +150,11 @@ def test_a_unit_that_autograd_saved_is_not_finished_with(
 
 def test_an_update_that_cannot_start_stays_pending(engine: TrainingEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As do those of the units after it: their gradients were taken already."""
-    runner, store = engine.updates.runner, engine.parts.store
+    runner = engine.updates.runner
     units = [unit for unit in engine.units if unit.residency is Residency.RESIDENT][:2]
     assert len(units) == 2
     monkeypatch.setattr(engine.updates.gradients, "take_ready", lambda: [unit.index for unit in units])
-    monkeypatch.setattr(store, "place", lambda unit, job: (_ for _ in ()).throw(UsageError("an edit")))
+    monkeypatch.setattr(runner._updating, "place", lambda unit, job: (_ for _ in ()).throw(UsageError("an edit")))
     with pytest.raises(UsageError, match="an edit"):
         runner.make_due(1.0)
     assert all(unit.due_update is not None for unit in units)
@@ -167,7 +167,7 @@ def test_a_unit_leaves_its_buffer_once_its_update_has_ended(engine: TrainingEngi
     """Its write reads the buffer, which another unit is given next."""
     unit = resident(engine)
     before = pending_update(unit)
-    engine.parts.store._release(unit)
+    engine.parts.store.release(unit)
     assert before.waited and unit.residency is Residency.RELEASED
 
 
@@ -282,7 +282,7 @@ def test_an_edit_is_written_for_a_commit_once_the_update_before_is_written(
     with torch.no_grad():
         unit.parameters[0].add_(1)
     writing = pending_update(unit)
-    engine.parts.store.write_edits()
+    engine.parts.runner.edits.write()
     assert waited == [True]
 
 

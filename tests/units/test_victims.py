@@ -16,6 +16,7 @@ from infinity.tiers.transfer import DONE
 from infinity.units import binding
 from infinity.units.unit import Residency, Unit
 from support.beside import NVME
+from support.lifetime import leased
 from support.loops import parameters_of
 from support.models import Linears, seeded, vector_batches
 from support.seeded_disk import Schedule, use_seeded_disks
@@ -116,7 +117,7 @@ def test_one_that_is_being_updated_is_not_viewed(make_engine: OpenEngine) -> Non
     """The unit under update is the furthest of the busy ones, so the prefetched ones stay."""
     engine, victims, wanted = evaluated(make_engine)
     updated, *fetched = victims
-    engine.parts.store._leave(updated)
+    engine.parts.store.leave(updated)
     binding.unbind(updated)
     updated.move(Residency.UPDATING)
     keep_busy(updated, "update", Writing(updated))
@@ -131,32 +132,30 @@ def test_one_that_is_being_updated_is_not_viewed(make_engine: OpenEngine) -> Non
 def test_a_prefetch_waits_for_none(how: str, make_engine: OpenEngine) -> None:
     """A prefetch takes a free unit's buffer or none."""
     engine, victims, _ = evaluated(make_engine)
-    store = engine.parts.store
     engine.parts.schedule.trace.begin("eval")
     engine.parts.schedule.prefetch_bytes = 9000
-    before = {unit.index for unit in store.buffers.units()}
+    before = {unit.index for unit in leased(engine)}
     for unit in victims:
         keep_busy(unit, how, Busy())
     engine.parts.runner.prefetch()
-    assert {unit.index for unit in store.buffers.units()} == before
+    assert {unit.index for unit in leased(engine)} == before
     settle(victims)
     engine.parts.runner.prefetch()
-    assert {unit.index for unit in store.buffers.units()} != before
+    assert {unit.index for unit in leased(engine)} != before
 
 
 def test_a_prefetch_takes_no_viewed_buffer(make_engine: OpenEngine) -> None:
     """Evicting a viewed unit would cost one more buffer, which its view keeps."""
     engine, victims, _ = evaluated(make_engine)
-    store = engine.parts.store
     engine.parts.schedule.trace.begin("eval")
     engine.parts.schedule.prefetch_bytes = 9000
-    before = {unit.index for unit in store.buffers.units()}
+    before = {unit.index for unit in leased(engine)}
     views = [unit.flat()[:] for unit in victims]  # a view by the parameter would count as a use
     engine.parts.runner.prefetch()
-    assert {unit.index for unit in store.buffers.units()} == before
+    assert {unit.index for unit in leased(engine)} == before
     views.clear()
     engine.parts.runner.prefetch()
-    assert {unit.index for unit in store.buffers.units()} != before
+    assert {unit.index for unit in leased(engine)} != before
 
 
 def test_a_prefetch_ends_before_its_buffer_is_reused(make_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +168,7 @@ def test_a_prefetch_ends_before_its_buffer_is_reused(make_engine: OpenEngine, mo
     engine.parts.schedule.trace.begin("eval")
     engine.parts.schedule.prefetch_bytes = 1 << 20
     engine.parts.runner.prefetch()
-    reading = store.buffers.units()
+    reading = leased(engine)
     assert {unit.residency for unit in reading} == {Residency.FETCHING}
     *_, wanted = engine.units
     assert wanted.residency is Residency.RELEASED

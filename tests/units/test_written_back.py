@@ -212,7 +212,7 @@ def test_what_nobody_edited_is_not_written_back(
     """Updates have written it."""
     written: list[str] = []
     engine = make_engine(seeded(Net), **NVME, update=update)
-    monkeypatch.setattr(engine.parts.store, "_write_back", lambda unit, lease: written.append(unit.name))
+    monkeypatch.setattr(engine.parts.store.write_back, "write_shard", lambda unit, lease: written.append(unit.name))
     train(engine, BATCHES)
     assert not written
     engine.module.layers[1].weight.data.zero_()
