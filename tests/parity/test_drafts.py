@@ -261,6 +261,52 @@ def test_what_happens_before_the_step_meets_no_draft(
     assert sum(map(bool, count.kept)) > 2
 
 
+class Shift(torch.nn.Module):
+    """Adds a vector, whose gradient needs no saved tensor."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.by = torch.nn.Parameter(torch.zeros(width))
+        self.out = torch.empty(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.out = x + self.by
+        return self.out
+
+
+class Nested(Stack):
+    """A hook runs a second backward inside of that of step 4, once the blocks have their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=5)
+        self.step = -1
+        for block in self.blocks:
+            block.norm = torch.nn.Sequential(block.norm, Shift(32))
+        self.embedding.register_forward_hook(self._hook)
+
+    def _hook(self, module: torch.nn.Module, arguments: object, x: torch.Tensor) -> None:
+        self.step += torch.is_grad_enabled()
+        if self.step == 4:
+            x.register_hook(lambda _: self._again())
+
+    def _again(self) -> None:
+        for block in self.blocks:
+            out = block.norm[1].out
+            torch.autograd.backward(out, torch.full_like(out, 1e-4), inputs=[block.norm[1].by])
+
+
+@pytest.mark.parametrize("place", ["nvme", "late device, host"])
+def test_a_backward_inside_of_a_backward_meets_no_draft(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradients reach units without a use, which the trace of the steps before does not show."""
+    monkeypatch.setitem(run.__globals__, "stack", lambda: seeded(Nested))
+    expected, _ = run(tmp_path, place, (), monkeypatch, speculate=False)
+    found, count = run(tmp_path, place, (), monkeypatch)
+    assert_same(found, expected)
+    assert sum(map(bool, count.kept)) > 2
+
+
 def test_late_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads and writes that happen when something waits for them."""
     use_late_disks(monkeypatch)
