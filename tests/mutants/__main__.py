@@ -86,7 +86,8 @@ class Trials:
         while True:
             without = [f"--deselect={test}" for test in passed]
             found = self._run(mutant, tests, without)
-            if found.outcome == "survived" and mutant.source != mutant.original:  # the cases that `make test` leaves out
+            # `make test` leaves out cases of tests with several parameters.
+            if found.outcome == "survived" and mutant.source != mutant.original:
                 found = self._run(mutant, tests, ["--all-cases", *without])
             if found.outcome == "survived" and passed:
                 return replace(found, outcome="chance", test=passed[0])

@@ -184,6 +184,13 @@ def read_states(engine: TrainingEngine, step: int) -> None:
             infinity.get_full_optimizer_state(weight, "exp_avg")
 
 
+def edit_states(engine: TrainingEngine, step: int) -> None:
+    if step in (3, 4):
+        for weight in weights(engine):
+            state = infinity.get_full_optimizer_state(weight, "exp_avg")
+            infinity.set_full_optimizer_state(weight, "exp_avg", state * 0.5)
+
+
 def run_forward(engine: TrainingEngine, step: int) -> None:
     if step % 2:
         with torch.no_grad():
@@ -235,6 +242,13 @@ def go_backward_twice(engine: TrainingEngine, step: int) -> None:
         engine.backward(engine(*token_batches(1)[0]) * 1e-3)
 
 
+def go_backward_in_part_at_another_rate(engine: TrainingEngine, step: int) -> None:
+    if step in (3, 4):
+        engine.optimizer.param_groups[0]["lr"] *= 0.5
+        x = engine.module.blocks[0](engine.module.embedding(token_batches(1)[0][0]))
+        engine.backward(x.square().mean() * 1e-3)
+
+
 @pytest.mark.every_case
 @pytest.mark.parametrize("place", ["nvme", "late device, host"])
 @pytest.mark.parametrize(
@@ -243,6 +257,7 @@ def go_backward_twice(engine: TrainingEngine, step: int) -> None:
         read_a_parameter,
         read_them_all,
         read_states,
+        edit_states,
         run_forward,
         edit_a_parameter,
         edit_a_gradient,
@@ -250,6 +265,7 @@ def go_backward_twice(engine: TrainingEngine, step: int) -> None:
         drop_the_gradients,
         fail_in_backward,
         go_backward_twice,
+        go_backward_in_part_at_another_rate,
     ],
 )
 def test_what_happens_before_the_step_meets_no_draft(
