@@ -16,7 +16,8 @@ from infinity.tiers.memory import host_tensor
 from infinity.tiers.pool import Pool
 from infinity.units import binding
 from infinity.units.released import is_released
-from infinity.units.unit import TRANSITIONS, Residency, Unit, placeholder
+from infinity.units.unit import TRANSITIONS, Moves, Residency, Unit, placeholder
+from infinity.update.job import UpdateProgress
 
 ALLOWED = """
 RELEASED FETCHING, FETCHING RESIDENT, FETCHING RELEASED, RESIDENT RELEASED, FETCHING UPDATING, RESIDENT UPDATING,
@@ -54,6 +55,18 @@ def test_the_table_of_moves() -> None:
             with pytest.raises(ResidencyError, match=f"cannot go from {before.name} to {after.name}"):
                 unit.move(after)
             assert unit.residency is before
+
+
+def test_the_error_of_an_update_stops_the_engine_where_it_is_awaited() -> None:
+    """Also of one that has ended. An error of the user's code does not."""
+    moves, update = Moves(Recorder()), UpdateProgress()
+    with pytest.raises(UsageError), moves.moving():
+        raise UsageError("an edit")
+    assert moves.failure is None
+    update.fail(OSError("the disk is full"))
+    with pytest.raises(OSError, match="the disk is full"), moves.moving():
+        moves.await_update(update)
+    assert isinstance(moves.failure, OSError)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
