@@ -352,3 +352,48 @@ def test_micro_batches_that_pass_the_blocks_together(
         assert any(count.made) == (speculate == "auto")
         assert any(count.kept) == (speculate == "auto" and clip > 1)
     assert_same(*results)
+
+
+class Stop(torch.autograd.Function):
+    """Passes values and gradients on, unless it is armed."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if Stop.armed:
+            raise ZeroDivisionError
+        return gradient
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_failed_backward_of_micro_batches_together_leaves_no_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopped(Stack):
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            x = Stop.apply(self.embedding(tokens))
+            for block in self.blocks:
+                x = block(x)
+            return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+    results = []
+    for speculate in ("auto", False):
+        config = engine_config(folder=tmp_path, clip=1e3, accumulation=3, unit_size=20_000, speculate=speculate)
+        with open_engine(seeded(lambda: Stopped(depth=5)), config) as engine:
+            count, batches, losses = Count(engine, monkeypatch), iter(token_batches(6 * 3)), list[float]()
+            for step in range(5):
+                if step == 3:
+                    monkeypatch.setattr(Stop, "armed", True)
+                    with pytest.raises(ZeroDivisionError):
+                        engine.train_batch(batches, blocks=engine.module.blocks)
+                    monkeypatch.setattr(Stop, "armed", False)
+                    engine.drop_gradients()
+                losses.append(engine.train_batch(batches, blocks=engine.module.blocks).item())
+            results.append(Result(losses, parameters_of(engine) | states_of(engine)))
+        assert any(count.kept) == (speculate == "auto")
+    assert_same(*results)
