@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -352,6 +353,24 @@ def test_micro_batches_that_pass_the_blocks_together(
         assert any(count.made) == (speculate == "auto")
         assert any(count.kept) == (speculate == "auto" and clip > 1)
     assert_same(*results)
+
+
+def test_a_draft_that_could_not_start_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = run(tmp_path, "nvme", (), monkeypatch, speculate=False)
+
+    def fail_once(engine: TrainingEngine, step: int) -> None:
+        if step != 3:
+            return
+        engine.drop_gradients()
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(engine.updates.runner._updating, "place", Mock(side_effect=MemoryError))
+            engine.backward(engine(*token_batches(step + 1)[step]) * large(step, ()))
+        engine.drop_gradients()
+        engine.backward(engine(*token_batches(step + 1)[step]) * large(step, ()))
+
+    found, count = run(tmp_path, "nvme", (), monkeypatch, between=fail_once)
+    assert_same(found, expected)
+    assert sum(map(bool, count.kept)) > 2
 
 
 class Stop(torch.autograd.Function):
