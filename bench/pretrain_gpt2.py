@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from gpt2 import job
-from gpt2.duration import JOB_SECONDS, MAX_PASSES, MIN_STEPS, process_seconds
+from gpt2.duration import JOB_SECONDS, MAX_PASSES, MIN_STEPS, process_seconds, show_seconds
 from gpt2.options import BATCH_SIZE, PROMPTS, SAMPLE_BYTES, SHAPE, JobOptions
 from gpt2.pretraining import Evaluation
 from gpt2_flags import add_shape, positive, shape_of
 from infinity.errors import InfinityError
-from infinity.sizes import show_seconds
 
 MAX_SAMPLE_BYTES = 1000
 

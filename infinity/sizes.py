@@ -87,13 +87,6 @@ def show_flops(count: float) -> str:
     return f"{count:.3g} FLOP"
 
 
-def show_seconds(seconds: float) -> str:
-    """92.4 -> '1:32', 7322 -> '2:02:02'."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 def counted(count: int, noun: str) -> str:
     """(1, "unit") -> '1 unit', (1200, "unit") -> '1,200 units'."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.sizes import show_seconds
-
 JOB_SECONDS = 150.0
 """Seconds of the whole command, from the start of its process to its end."""
 MEASURED_STEPS = 25
@@ -24,6 +22,13 @@ MIN_STEPS = 50
 MAX_PASSES = 4
 """Passes over the text. Repeating it more often teaches little (Muennighoff et al., "Scaling data-constrained language
 models", 2023)."""
+
+
+def show_seconds(seconds: float) -> str:
+    """92.4 -> '1:32', 7322 -> '2:02:02'."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -11,9 +11,12 @@ from gpt2.duration import MEASURED_STEPS, MIN_STEPS
 from gpt2.options import BATCH_SIZE, JobOptions
 from infinity.config import Config, WarmupCosineLR
 from infinity.engine.precision import emulates_bf16
-from infinity.engine.schedules.client import replace_schedule
+from infinity.engine.schedules.client import factor
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError
+
+if TYPE_CHECKING:
+    from infinity.engine.schedules.client import Warmup
 
 WARMUP_STEPS = MEASURED_STEPS
 """A constant, since the number of all steps is chosen when these are done."""
@@ -69,6 +72,16 @@ def set_schedule(engine: TrainingEngine, steps: int) -> None:
     assert isinstance(engine.lr_scheduler, LambdaLR)
     schedule = WarmupCosineLR.model_validate(_default_schedule(steps))
     replace_schedule(engine.lr_scheduler, schedule, engine.config.optimizer.params.lr)
+
+
+def replace_schedule(scheduler: LambdaLR, schedule: Warmup, lr: float) -> None:
+    """Let a scheduler that `make_scheduler` constructed with `lr` follow another `schedule` from its next step on.
+
+    Its rates are then those of a scheduler constructed with `schedule`. Both schedules have the same `warmup_max_lr`.
+    """
+    highest = getattr(schedule.params, "warmup_max_lr", None)
+    whole = factor(schedule, highest if highest is not None else lr)
+    scheduler.lr_lambdas = [whole] * len(scheduler.lr_lambdas)
 
 
 def scheduled_steps(config: Config) -> int | None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from gpt2.data import load_corpus
-from gpt2.duration import JOB_SECONDS, MEASURED_STEPS
+from gpt2.duration import JOB_SECONDS, MEASURED_STEPS, show_seconds
 from gpt2.engine_config import engine_config, scheduled_steps, set_schedule
 from gpt2.meter import MetricsFile, StepRecord
 from gpt2.options import AUTO, NOT_DURABLE, PROMPTS, JobOptions
@@ -27,7 +27,7 @@ from infinity.engine.initialize import initialize
 from infinity.errors import ConfigError
 from infinity.inputs import number_of
 from infinity.sim.gpt2 import GPT2
-from infinity.sizes import show_count, show_seconds
+from infinity.sizes import show_count
 
 
 def run(options: JobOptions, stack: ExitStack, clock: Callable[[], float]) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from gpt2.duration import show_seconds
 from gpt2.plots import plot_loss
 from gpt2.pretraining import Pretraining
 from infinity.config import Config
 from infinity.errors import StorageError
-from infinity.sizes import show_count, show_seconds
+from infinity.sizes import show_count
 
 Output = tuple[str, str]
 """A file's content, such as "loss curve", and its path."""

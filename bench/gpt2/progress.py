@@ -13,8 +13,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from gpt2.duration import show_seconds
 from gpt2.meter import StepRecord
-from infinity.sizes import show_bytes, show_seconds
+from infinity.sizes import show_bytes
 
 RECENT = 20
 """Speeds shown are means of this many steps."""

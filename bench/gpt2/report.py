@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 from rich.text import Text
 
+from gpt2.duration import show_seconds
 from gpt2.meter import Totals
-from infinity.sizes import show_bytes, show_count, show_seconds
+from infinity.sizes import show_bytes, show_count
 
 
 def closing_table(

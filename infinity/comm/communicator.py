@@ -439,10 +439,6 @@ class Communicator:
     def _gather_objects(self, mine: Any) -> list[Any]:
         return gather_objects(mine, self._host)
 
-    def sum_over_shards(self, *values: float) -> tuple[float, ...]:
-        """Return the sum of each fp64 number over shards, in rank order, in one exchange."""
-        return self.sums(*values) if self._sharded else values
-
     def barrier(self) -> None:
         if not self.is_single:
             self._together(Announcement(Operation.BARRIER), lambda: dist.barrier(self._host))

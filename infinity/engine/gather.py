@@ -357,7 +357,7 @@ def _with_grad(param: Any) -> tuple[TrainingEngine, Unit, int] | None:
     if not isinstance(engine, TrainingEngine):
         return None
     collector, gradients = engine.updates.collector, engine.updates.gradients
-    if collector.is_collecting(unit):
+    if unit.index in collector.collecting:
         raise UsageError(
             "gradients are complete after a step's last micro-batch: call engine.backward for it first. Without "
             "managed_gradient_accumulation stages 2 and 3 have complete gradients, and stages 0 and 1 reduce them in "

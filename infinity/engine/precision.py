@@ -93,11 +93,7 @@ def moved(value: Any, device: torch.device) -> Any:
 
     Pinned memory is copied asynchronously. Scalar tensors stay: PyTorch combines them with tensors of any device.
     """
-    return _mapped(value, lambda tensor: tensor.to(device, non_blocking=True) if _is_movable(tensor) else tensor)
-
-
-def _is_movable(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.dim() > 0
+    return _mapped(value, lambda t: t.to(device, non_blocking=True) if t.is_cpu and t.dim() > 0 else t)
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -206,10 +206,6 @@ class GradCollector:
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def is_collecting(self, unit: Unit) -> bool:
-        """Return whether gradients of the unit are still being collected."""
-        return unit.index in self._open
-
     def end_step(self) -> None:
         """Reset the step, after its gradients were passed to the update."""
         self._store.forget()

@@ -230,7 +230,8 @@ class GradStore:
         with self._places.device.recorder.wait("reduce", "gradients"):
             found = [squares.result() for squares in landed]
         stored = sum_in_order(squares.total() for squares in found)
-        return self._ranks.sum_over_shards(stored, self.step_squares()() if self._landed else stored)
+        totals = stored, self.step_squares()() if self._landed else stored
+        return self._ranks.sums(*totals) if self._ranks.shards > 1 else totals
 
     def step_squares(self) -> Callable[[], float]:
         """Return a function that waits for all gradients of the step and returns their sum of squares on this rank, in

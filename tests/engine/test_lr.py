@@ -10,11 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from infinity.config import Config, Scheduler
 from infinity.engine import schedules
-from infinity.engine.schedules.client import factor, make_scheduler, replace_schedule
+from infinity.engine.schedules.client import factor, make_scheduler
 
 BASE = {"train_micro_batch_size_per_gpu": 1}
 
@@ -124,31 +123,6 @@ def test_rises_then_falls(name: str, kind: str, warmup: int, rest: int, least: f
     if rest:
         assert seen[warmup] == pytest.approx(1.0)
     assert of(10**9) == pytest.approx({"WarmupLR": 1.0, "WarmupDecayLR": 0.0}.get(name, least / 2))
-
-
-@pytest.mark.parametrize("at", [0, 1, 7, 8])
-@pytest.mark.parametrize("name", ["WarmupDecayLR", "WarmupCosineLR"])
-def test_schedule_replaced_within_the_warmup_gives_the_rates_of_one_known_from_the_start(name: str, at: int) -> None:
-    def make(total: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
-        groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (1e-2, 5e-3)]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2)
-        scheduler = make_scheduler(optimizer, wanted(total), 1e-2)
-        assert scheduler is not None
-        return optimizer, scheduler
-
-    def wanted(total: int) -> Scheduler:
-        return schedule(name, warmup_num_steps=8, warmup_type="linear", total_num_steps=total)
-
-    def step(optimizer: torch.optim.Optimizer, scheduler: LambdaLR) -> list[float]:
-        optimizer.step()
-        scheduler.step()
-        return [float(group["lr"]) for group in optimizer.param_groups]
-
-    known, chosen = make(30), make(8)
-    expected = [step(*known) for _ in range(35)]
-    seen = [step(*chosen) for _ in range(at)]
-    replace_schedule(chosen[1], wanted(30), 1e-2)
-    assert seen + [step(*chosen) for _ in range(35 - at)] == expected
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,8 @@ from infinity.comm.pairs import PairwiseCollectives
 from infinity.errors import InfinityError, RanksError
 from infinity.plan.layout import UnitLayout
 
-_TICK = 0.02
-"""Seconds between two looks of the thread at this rank's wait."""
-_LONGEST_PAUSE = 0.25
-"""Seconds between two looks at the store in a long wait."""
+_TICK = 0.05
+"""Seconds between two looks of the thread at this rank's wait. Each takes the interpreter from the model's thread."""
 _LONG = 1.0
 """Seconds of a wait for a device after which connections to other ranks are tested, and between two such tests."""
 _JOIN = 5.0
@@ -275,21 +273,16 @@ class Announcer:
 
 
 def _watch(announcer: weakref.ref[Announcer], closing: threading.Event) -> None:
-    """Inspect waits of `announcer`, at growing intervals in one wait, until it closes or ends."""
-    wait: _Wait | None = None
-    pause = due = 0.0
+    """Inspect waits of `announcer` that last longer than a tick, until it closes or ends."""
+    wait, ticks = None, 0
     while not closing.wait(_TICK):
         # A strong reference for one turn only, so that an engine without a close is collected.
         watched = announcer()
         if watched is None:
             return
-        now = time.monotonic()
-        if watched.waiting is not wait:
-            # Another collective: most are short, so the first look comes soon and later ones less often.
-            wait, pause, due = watched.waiting, _TICK, now + _TICK / 2
-        elif wait is not None and now >= due:
+        wait, ticks = watched.waiting, ticks + 1 if watched.waiting is wait else 0
+        # Most waits end soon, and in a long one the store of all ranks is asked less often.
+        if wait is not None and (ticks == 1 or ticks % 5 == 4):
             with suppress(RuntimeError):  # the store has ended with its rank, whose connections are closed, too
                 watched.look(wait)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-            due = now + pause
         del watched

@@ -132,13 +132,3 @@ def make_scheduler(optimizer: torch.optim.Optimizer, schedule: Scheduler | None,
         for group in optimizer.param_groups:
             group["lr"] = highest
     return LambdaLR(optimizer, factor(schedule, highest if highest is not None else lr))
-
-
-def replace_schedule(scheduler: LambdaLR, schedule: Warmup, lr: float) -> None:
-    """Let a scheduler that `make_scheduler` constructed with `lr` follow another `schedule` from its next step on.
-
-    Its rates are then those of a scheduler constructed with `schedule`. Both schedules have the same `warmup_max_lr`.
-    """
-    highest = getattr(schedule.params, "warmup_max_lr", None)
-    whole = factor(schedule, highest if highest is not None else lr)
-    scheduler.lr_lambdas = [whole] * len(scheduler.lr_lambdas)

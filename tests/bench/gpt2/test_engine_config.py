@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from gpt2.duration import MIN_STEPS
-from gpt2.engine_config import _precision, engine_config, scheduled_steps
+from gpt2.engine_config import _precision, engine_config, replace_schedule, scheduled_steps
 from gpt2.options import BATCH_SIZE, JobOptions
+from infinity.config import Config
+from infinity.engine.schedules.client import make_scheduler
 from infinity.errors import ConfigError
 
 
@@ -72,3 +76,30 @@ def test_default_precision_of_a_gpu_is_not_emulated(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     assert _precision() == {section: {"enabled": True}}
+
+
+@pytest.mark.parametrize("at", [0, 1, 7, 8])
+@pytest.mark.parametrize("name", ["WarmupDecayLR", "WarmupCosineLR"])
+def test_schedule_replaced_within_the_warmup_gives_the_rates_of_one_known_from_the_start(name: str, at: int) -> None:
+    def make(total: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
+        groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (1e-2, 5e-3)]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        scheduler = make_scheduler(optimizer, wanted(total), 1e-2)
+        assert scheduler is not None
+        return optimizer, scheduler
+
+    def wanted(total: int) -> Any:
+        params = {"warmup_num_steps": 8, "warmup_type": "linear", "total_num_steps": total}
+        base = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+        return Config.load({**base, "scheduler": {"type": name, "params": params}}).scheduler
+
+    def step(optimizer: torch.optim.Optimizer, scheduler: LambdaLR) -> list[float]:
+        optimizer.step()
+        scheduler.step()
+        return [float(group["lr"]) for group in optimizer.param_groups]
+
+    known, chosen = make(30), make(8)
+    expected = [step(*known) for _ in range(35)]
+    seen = [step(*chosen) for _ in range(at)]
+    replace_schedule(chosen[1], wanted(30), 1e-2)
+    assert seen + [step(*chosen) for _ in range(35 - at)] == expected

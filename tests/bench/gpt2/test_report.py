@@ -6,9 +6,10 @@ import re
 import pytest
 from rich.console import Console
 
+from gpt2.duration import show_seconds
 from gpt2.meter import Totals
 from gpt2.report import closing_table, output_lines
-from infinity.sizes import show_bytes, show_count, show_seconds
+from infinity.sizes import show_bytes, show_count
 
 TOTALS = Totals(
     steps=300, tokens=614_400, seconds=90.0, wait_seconds=9.0, update_seconds=30.0,
