@@ -5,13 +5,17 @@ A buffer is a tensor that owns its storage, so the storage's use count shows oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from infinity import concurrency
 from infinity.errors import InfinityError, LifetimeError, UsageError
 from infinity.tiers.memory import storage_users
+
+
+Place = tuple[Sequence[int], Sequence[int], int]
+"""Shape, strides and offset of a view, in elements."""
 
 
 class Lease:
@@ -24,8 +28,8 @@ class Lease:
         self._pool = pool
         self._buffer: torch.Tensor | None = buffer
         self._substitute: torch.Tensor | None = None
-        self._views: dict[torch.dtype, torch.Tensor] = {}
-        """Cache of views of all `nbytes`, by dtype, since a lookup is faster than a new view."""
+        self._views: dict[object, torch.Tensor] = {}
+        """Cache of views, since a lookup is faster than a new view: of all `nbytes` by dtype, of a part by its place."""
         self._block_releases = False
         self.nbytes = nbytes
 
@@ -57,6 +61,13 @@ class Lease:
             view = self._views.get(dtype)
             return self._view(dtype) if view is None else view
         return self._held()[: numel * dtype.itemsize].view(dtype)
+
+    def part(self, dtype: torch.dtype, place: Place) -> torch.Tensor:
+        """Return the part of `flat(dtype)` at `place`. All parts of a lease have one dtype."""
+        view = self._views.get(place)
+        if view is None:
+            view = self._views[place] = self.flat(dtype).as_strided(*place)
+        return view
 
     def _view(self, dtype: torch.dtype) -> torch.Tensor:
         view = self._views.get(dtype)

@@ -84,6 +84,7 @@ class UnitTiles:
 class RunningJob:
     """A running job: its parameter shard in memory that the update can work in, and the tiles not yet read."""
 
+    job: UpdateJob
     placed: PlacedUpdate | None
     """None once the job has ended."""
     unit: UnitTiles
@@ -102,11 +103,6 @@ class RunningJob:
     skipped: bool | None = None
     """True if the loss or the gradient is NaN or infinite, so that nothing is updated; None: not checked yet."""
     _runs: Sequence[Run] | None = None
-
-    @property
-    def job(self) -> UpdateJob:
-        assert self.placed is not None
-        return self.placed.job
 
     def runs(self) -> Sequence[Run]:
         """Return the ranges to update. The gradient must have arrived, since it shows which parameters have one."""
