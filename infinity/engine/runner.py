@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from infinity.comm.communicator import Communicator
 from infinity.errors import UsageError
 from infinity.model.scope import Scope
-from infinity.observe.recorder import Recorder
 from infinity.schedule.schedule import Schedule
 from infinity.tiers.device import Device
 from infinity.tiers.pool import Lease
@@ -32,14 +31,11 @@ class Runner:
         self.schedule = schedule
         self.store = store
         self.scope = scope
+        self.recorder = device.recorder
         self._device = device
         self._ranks = ranks
         for unit in store.units:
             residents.add_parameters(unit, self)
-
-    @property
-    def recorder(self) -> Recorder:
-        return self._device.recorder
 
     # -- reports of the model ----------------------------------------------------------------------------------------
 

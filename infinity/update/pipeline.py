@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from infinity import concurrency
 from infinity.plan.layout import UnitLayout
 from infinity.tiers.transfer import DONE
-from infinity.update.job import INLINE, PlacedUpdate
+from infinity.update.job import PlacedUpdate
 from infinity.update.stages import Kernel, UpdateStages
 from infinity.update.tiles import RunningJob, TileInFlight, UpdateBuffers
 
@@ -51,15 +51,13 @@ class UpdatePipeline:
 
     def _is_immediate(self, placed: PlacedUpdate) -> bool:
         """True if the job is small and needs no wait, and the thread is idle."""
-        job, unit = placed.job, self._stages.unit(placed.job.layout)
+        gradient = placed.job.gradient
         return (
-            job.layout.shard_numel <= INLINE
-            and self._buffers.device.host_addressable
-            and all(tier.immediate for tier in (unit.param_tier, unit.optim_tier, unit.grad_tier))
+            self._stages.unit(placed.job.layout).is_immediate
             and self._submitted == self._ended
             and placed.after.done()
             and (placed.arrives is None or placed.arrives.done())
-            and (job.gradient is None or job.gradient.done())
+            and (gradient is None or gradient.done())
         )
 
     def _update_now(self, placed: PlacedUpdate) -> None:
