@@ -67,8 +67,9 @@ class Runner:
 
     def hold(self, unit: Unit) -> None:
         """Use the unit, and keep it in its buffer until `unhold`."""
+        arrives = unit.residency is not Residency.RESIDENT
         self.use(unit)
-        self.store.hold(unit)
+        self.store.hold(unit, has_arrived=arrives)
 
     def unhold(self, unit: Unit) -> None:
         self.store.unhold(unit)

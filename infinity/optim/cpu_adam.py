@@ -29,8 +29,6 @@ DTYPES: dict[torch.dtype, DType] = {torch.float32: "fp32", torch.bfloat16: "bf16
 _CPU = torch.device("cpu")
 _FORMAT_OF: dict[torch.dtype, MomentFormat] = {dtype: kind for kind, dtype in FORMATS.items()}
 _MASTERS = (torch.int16, torch.float32)
-_MOMENT_NAMES = ("moments[0]", "moments[1]")
-_SCALE_NAMES = ("scales[0]", "scales[1]")
 
 
 def address_of(
@@ -72,11 +70,9 @@ def update_arguments(
     master = 0
     if master_or_remainder is not None:
         master = address_of("master_or_remainder", master_or_remainder, n, _MASTERS, device)
-    of_moments, of_scales = [], []
-    for name, moment in zip(_MOMENT_NAMES, moments, strict=False):
-        of_moments.append(address_of(name, moment, n, (FORMATS[kind],), device))
-    for name, scale in zip(_SCALE_NAMES, scales, strict=False):
-        of_scales.append(address_of(name, scale, -(-n // BLOCK), (torch.uint8,), device))
+    blocks, dtypes = -(-n // BLOCK), (FORMATS[kind],)
+    of_moments = [address_of(f"moments[{i}]", moment, n, dtypes, device) for i, moment in enumerate(moments)]
+    of_scales = [address_of(f"scales[{i}]", scale, blocks, (torch.uint8,), device) for i, scale in enumerate(scales)]
     return {
         **hyper.arguments,
         "param": address_of("param", param, n, DTYPES, device),

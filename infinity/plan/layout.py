@@ -161,34 +161,21 @@ class UnitLayout:
         steps: slot with a gradient → number of its updates, the present one included. Padding belongs to the run
         before it; slots of no group (-1) are left out.
         """
+        low, high = self.shard_range(rank)
         found: list[list[int]] = []  # the fields of each Run; there may be many slots but few runs
-        last: list[int] = []
-        for number, start, stop, group in self._updated(rank):
-            step = steps.get(number)
-            if step is None:
+        last = [-1, -1, -1, -1]
+        ends = [slot.offset for slot in self.slots[1:]] + [self.numel]
+        for number, (slot, end) in enumerate(zip(self.slots, ends, strict=True)):
+            start, stop = max(slot.offset, low), min(end, high)
+            if start >= stop or slot.group < 0 or number not in steps:
                 continue
-            if last[1:] == [start, group, step]:
-                last[1] = stop
+            step = steps[number]
+            if last[1:] == [start - low, slot.group, step]:
+                last[1] = stop - low
             else:
-                last = [start, stop, group, step]
+                last = [start - low, stop - low, slot.group, step]
                 found.append(last)
         return [Run(*fields) for fields in found]
-
-    def _updated(self, rank: int) -> list[tuple[int, int, int, int]]:
-        """Return (slot, start, stop, param_group) of `rank`'s shard, padding included, in order."""
-        if rank not in self._updates:
-            low, high = self.shard_range(rank)
-            ends = [slot.offset for slot in self.slots[1:]] + [self.numel]
-            found = (
-                (number, max(slot.offset, low) - low, min(end, high) - low, slot.group)
-                for number, (slot, end) in enumerate(zip(self.slots, ends, strict=True))
-            )
-            self._updates[rank] = [each for each in found if each[1] < each[2] and each[3] >= 0]
-        return self._updates[rank]
-
-    @cached_property
-    def _updates(self) -> dict[int, list[tuple[int, int, int, int]]]:
-        return {}
 
     def parts(self, rank: int) -> list[Part]:
         """Return each slot's part of `rank`'s shard, in order. Slots without a part are left out."""

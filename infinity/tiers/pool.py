@@ -14,10 +14,6 @@ from infinity.errors import InfinityError, LifetimeError, UsageError
 from infinity.tiers.memory import storage_users
 
 
-Place = tuple[Sequence[int], Sequence[int], int]
-"""Shape, strides and offset of a view, in elements."""
-
-
 class Lease:
     """A buffer borrowed from a pool: `tensor` is uint8 (nbytes,), with the requested size.
 
@@ -29,7 +25,7 @@ class Lease:
         self._buffer: torch.Tensor | None = buffer
         self._substitute: torch.Tensor | None = None
         self._views: dict[object, torch.Tensor] = {}
-        """Cache of views, since a lookup is faster than a new view: of all `nbytes` by dtype, of a part by its place."""
+        """Cache of views, since a lookup is faster: of all `nbytes` by dtype, of parts by place."""
         self._block_releases = False
         self.nbytes = nbytes
 
@@ -62,8 +58,8 @@ class Lease:
             return self._view(dtype) if view is None else view
         return self._held()[: numel * dtype.itemsize].view(dtype)
 
-    def part(self, dtype: torch.dtype, place: Place) -> torch.Tensor:
-        """Return the part of `flat(dtype)` at `place`. All parts of a lease have one dtype."""
+    def part(self, dtype: torch.dtype, place: tuple[Sequence[int], Sequence[int], int]) -> torch.Tensor:
+        """Return the view of `flat(dtype)` with (shape, strides, offset). All parts of a lease have one dtype."""
         view = self._views.get(place)
         if view is None:
             view = self._views[place] = self.flat(dtype).as_strided(*place)

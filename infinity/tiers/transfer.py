@@ -107,29 +107,25 @@ class Promised:
 class Promise:
     """A transfer that its owner completes once, by `keep` or `fail`. Ten times cheaper than a Future."""
 
-    __slots__ = ("_done", "_error", "_locks", "_rest")
+    __slots__ = ("_done", "_error", "_lock", "_rest")
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
         self._rest: Transfer = DONE
         self._done = False
-        self._locks: list[concurrency.Lock] = []
-        """Released when kept. The first is made by whoever asks before, which is rare, and serves all of them."""
+        self._lock = concurrency.lock()  # released when kept
+        self._lock.acquire()
 
     def wait(self) -> None:
         self.issued().wait()
 
     def done(self) -> bool:
-        if not self._done:
-            self._pending().locked()  # where threads of a simulation take turns
-        return self._done and self._rest.done()
+        return (self._done or not self._lock.locked()) and self._rest.done()
 
     def issued(self) -> Transfer:
         if not self._done:
-            lock = self._pending()
-            if not self._done:
-                with lock:
-                    pass
+            with self._lock:
+                pass
         if self._error is not None:
             try:
                 raise self._error
@@ -137,21 +133,12 @@ class Promise:
                 del self  # breaks the cycle error -> frame -> self, which would keep objects of other frames alive
         return self._rest
 
-    def _pending(self) -> concurrency.Lock:
-        if not self._locks:
-            lock = concurrency.lock()
-            lock.acquire()
-            self._locks.append(lock)  # two threads may do so at once: both wait for the first
-        return self._locks[0]
-
     def keep(self, rest: Transfer = DONE) -> None:
         """Complete the transfer; `rest` continues it on a stream of the device."""
-        # In this order: `issued` reads `_rest` without a lock once `_done` is set, and looks for it after its own lock
-        # is in the list.
+        # In this order: `issued` reads `_rest` without the lock once `_done` is set.
         self._rest = rest
         self._done = True
-        for lock in self._locks:
-            lock.release()
+        self._lock.release()
 
     def fail(self, error: BaseException) -> None:
         self._error = error

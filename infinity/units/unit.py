@@ -119,10 +119,9 @@ class Unit:
 
     def advance(self, slots: Collection[int]) -> dict[int, int]:
         """Count one more update of these slots. Returns slot → number of its updates, from 1."""
-        advanced = {slot: self.steps[slot] + 1 for slot in slots}
-        for slot, step in advanced.items():
-            self.steps[slot] = step
-        return advanced
+        for slot in slots:
+            self.steps[slot] += 1
+        return {slot: self.steps[slot] for slot in slots}
 
     def register(self, owner: tuple[weakref.ref[Unit], weakref.ref[Any]]) -> None:
         """Record what fetches the unit."""

@@ -24,6 +24,7 @@ class UpdatePipeline:
     def __init__(self, buffers: UpdateBuffers, kernel: Kernel) -> None:
         self._buffers = buffers
         self._stages = UpdateStages(buffers, kernel)
+        self.refused = self._stages.refused  # ranks exchange their number before they raise
         self._submitted = self._ended = 0
         """Numbers of jobs queued and of jobs finished by the thread. Each counter is written by one thread only."""
         self._jobs: concurrency.Queue = concurrency.fifo()
@@ -101,14 +102,6 @@ class UpdatePipeline:
     def elements(self) -> int:
         """Number of elements updated."""
         return self._stages.elements
-
-    @property
-    def refused(self) -> list[str]:
-        """Names of units that were not updated, since their gradient was NaN or infinite.
-
-        Ranks exchange their number before they raise.
-        """
-        return self._stages.refused
 
     def close(self) -> None:
         """Stop the thread after the jobs queued so far."""
