@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -104,7 +105,7 @@ class Communicator:
             self._thread: Executor = (thread := CollectiveThread("infinity-comm", ranks, device.enter_thread))
             self._given_up: Callable[[], str] = lambda: thread.error
 
-    @property
+    @cached_property  # as the two below: asked several times for each unit in a step
     def is_single(self) -> bool:
         """Return whether there is no process group, so that collectives are skipped. A group of one runs them."""
         return not self.backend
@@ -140,12 +141,12 @@ class Communicator:
         every = self.size * self.model.size
         return max(1, min(every, number_of("LOCAL_WORLD_SIZE", every, least=1)))
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Number of shards of a unit."""
         return self.size if self._sharded else 1
 
-    @property
+    @cached_property
     def shard_rank(self) -> int:
         """Index of this rank's shard."""
         return self.rank if self._sharded else 0

@@ -12,6 +12,7 @@ model's thread, like the model's own, so that both have one order.
 from __future__ import annotations
 
 import sys
+from functools import cache
 from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -38,18 +39,18 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def is_distributed(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` is a DTensor."""
-    # Before the look-up of the library, since almost all tensors end here.
-    if type(tensor) in _PLAIN:
-        return False
+    return _is_dtensor(type(tensor))
+
+
+@cache  # a class that was made before the library is none of its own
+def _is_dtensor(kind: type) -> bool:
     library = sys.modules.get("torch.distributed.tensor")  # importing it takes seconds
-    return library is not None and isinstance(tensor, library.DTensor)
+    return library is not None and issubclass(kind, library.DTensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's values of `tensor`, in the same memory."""
-    if type(tensor) in _PLAIN:  # the usual case, without a call
-        return tensor
-    return tensor._local_tensor if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor._local_tensor if _is_dtensor(type(tensor)) else tensor  # type: ignore[attr-defined]
 
 
 def set_local(parameter: nn.Parameter, values: torch.Tensor) -> None:
@@ -74,7 +75,7 @@ def local_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
 
 def spec_of(tensor: torch.Tensor) -> Any:
     """Return the DTensor spec of `tensor` (mesh and placements); None if it is no DTensor."""
-    return tensor._spec if is_distributed(tensor) else None  # type: ignore[attr-defined]
+    return tensor._spec if _is_dtensor(type(tensor)) else None  # type: ignore[attr-defined]
 
 
 def of_spec(values: torch.Tensor, spec: Any) -> torch.Tensor:

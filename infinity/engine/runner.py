@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from infinity.comm.communicator import Communicator
 from infinity.errors import UsageError
 from infinity.model.saved import Scope
-from infinity.observe.recorder import Recorder
 from infinity.schedule.schedule import Schedule
 from infinity.tiers.device import Device
 from infinity.tiers.pool import Lease
@@ -34,14 +33,11 @@ class Runner:
         self.store = store
         self.edits = Edits(store)
         self.scope = scope
+        self.recorder = device.recorder
         self._device = device
         self._ranks = ranks
         for unit in store.units:
             residents.add_parameters(unit, self)
-
-    @property
-    def recorder(self) -> Recorder:
-        return self._device.recorder
 
     # -- reports of the model ----------------------------------------------------------------------------------------
 
@@ -73,8 +69,9 @@ class Runner:
 
     def hold(self, unit: Unit) -> None:
         """Use the unit, and keep it in its buffer until `unhold`."""
+        arrives = unit.residency is not Residency.RESIDENT
         self.use(unit)
-        self.store.hold(unit)
+        self.store.hold(unit, has_arrived=arrives)
 
     def unhold(self, unit: Unit) -> None:
         self.store.unhold(unit)

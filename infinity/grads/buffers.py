@@ -70,7 +70,7 @@ class GradBuffers:
         return memory[: unit.layout.shard_numel * dtype.itemsize].view(dtype)
 
 
-@dataclass
+@dataclass(slots=True)
 class Sent:
     """A unit's gradient in transit, in a leased buffer: (numel,) until it is reduced, then this rank's shard."""
 

@@ -12,8 +12,7 @@ rounded half away from zero, so the difference of the two bit patterns always fi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,25 +26,25 @@ if TYPE_CHECKING:
     from infinity.native._adam import DType, Format
 
 DTYPES: dict[torch.dtype, DType] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+CPU = torch.device("cpu")
 _FORMAT_OF: dict[torch.dtype, MomentFormat] = {dtype: kind for kind, dtype in FORMATS.items()}
 _MASTERS = (torch.int16, torch.float32)
-_MOMENT_NAMES = ("moments[0]", "moments[1]")
-_SCALE_NAMES = ("scales[0]", "scales[1]")
 
 
-def address_of(name: str, tensor: Tensor, numel: int, *dtypes: torch.dtype, device: torch.device) -> int:
+def address_of(
+    name: str, tensor: Tensor, numel: int, dtypes: Collection[torch.dtype] = DTYPES, device: torch.device = CPU
+) -> int:
     """Return the address of a tensor that native code can use as a flat array of `numel` elements.
 
     Raises ValueError for another device, dtype, layout or numel.
     """
     # `is_cpu` first: it takes a tenth of the time of `tensor.device`.
-    on_device = tensor.is_cpu if device.type == "cpu" else _is_on(tensor, device)
-    if not on_device:
+    if not (tensor.is_cpu if device is CPU else _is_on(tensor, device)):
         wanted = "a CPU tensor" if device.type == "cpu" else f"tensors on one CUDA device, here {device}"
         raise ValueError(f"{name} is on {tensor.device}: pass {wanted}")
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} is {tensor.dtype}: pass {' or '.join(map(str, dtypes))}")
-    if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_neg():
+    if tensor.layout is not torch.strided or not tensor.is_contiguous() or tensor.is_neg():
         raise ValueError(f"{name} of shape {tuple(tensor.shape)} is not contiguous: pass a dense, contiguous tensor")
     if tensor.numel() != numel:
         raise ValueError(f"{name} has {tensor.numel():,} elements where {numel:,} are needed: pass tensors of one size")
@@ -70,17 +69,15 @@ def update_arguments(
     kind = _moment_format(hyper.rule, moments, scales)
     master = 0
     if master_or_remainder is not None:
-        master = address_of("master_or_remainder", master_or_remainder, n, *_MASTERS, device=device)
-    of_moments, of_scales = [], []
-    for name, moment in zip(_MOMENT_NAMES, moments, strict=False):
-        of_moments.append(address_of(name, moment, n, FORMATS[kind], device=device))
-    for name, scale in zip(_SCALE_NAMES, scales, strict=False):
-        of_scales.append(address_of(name, scale, -(-n // BLOCK), torch.uint8, device=device))
+        master = address_of("master_or_remainder", master_or_remainder, n, _MASTERS, device)
+    blocks, dtypes = -(-n // BLOCK), (FORMATS[kind],)
+    of_moments = [address_of(f"moments[{i}]", moment, n, dtypes, device) for i, moment in enumerate(moments)]
+    of_scales = [address_of(f"scales[{i}]", scale, blocks, (torch.uint8,), device) for i, scale in enumerate(scales)]
     return {
         **hyper.arguments,
-        "param": address_of("param", param, n, *DTYPES, device=device),
+        "param": address_of("param", param, n, DTYPES, device),
         "master": master,
-        "grad": address_of("grad", grad, n, *DTYPES, device=device),
+        "grad": address_of("grad", grad, n, DTYPES, device),
         "moments": of_moments,
         "scales": of_scales,
         "n": n,
@@ -120,8 +117,6 @@ def _moment_format(rule: RuleName, moments: Sequence[Tensor], scales: Sequence[T
 Arrays = tuple[Tensor, Tensor | None, Sequence[Tensor], Sequence[Tensor]]
 """param, master or remainder, moments, and scales of 8-bit moments."""
 
-_CPU = torch.device("cpu")
-_address = partial(address_of, device=_CPU)
 _CANONICAL_NAN = 0x7FC00000
 
 
@@ -158,9 +153,9 @@ def update_flat(
 
     Raises ValueError, before any change, for tensors that do not match or numbers out of range.
     """
-    given = update_arguments(_CPU, param, master_or_remainder, grad, moments, scales, hyper)
+    given = update_arguments(CPU, param, master_or_remainder, grad, moments, scales, hyper)
     if sources is not None:
-        before = update_arguments(_CPU, sources[0], sources[1], grad, *sources[2:], hyper)
+        before = update_arguments(CPU, sources[0], sources[1], grad, *sources[2:], hyper)
         if any(given[name] != before[name] for name in ("n", "format", "moment_format")):
             raise ValueError("sources differ from param, master and moments: pass tensors of their shapes and dtypes")
         given["sources"] = [before["param"], before["master"], *before["moments"], *before["scales"]]
@@ -172,14 +167,14 @@ def update_flat(
 def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None, threads: int = 0) -> tuple[Tensor, Tensor]:
     """Split fp32 into (bf16 parameter, int16 remainder), written into `out` if given. NaNs become 0x7FC00000 first."""
     n = master.numel()
-    address = _address("master", master, n, torch.float32)
+    address = address_of("master", master, n, (torch.float32,))
     if out is None:
         out = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
     param, remainder = out
     _adam.split(
         address,
-        _address("param", param, n, torch.bfloat16),
-        _address("remainder", remainder, n, torch.int16),
+        address_of("param", param, n, (torch.bfloat16,)),
+        address_of("remainder", remainder, n, (torch.int16,)),
         n,
         threads,
     )
@@ -189,9 +184,9 @@ def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None, threa
 def join_master(param: Tensor, remainder: Tensor, out: Tensor | None = None, threads: int = 0) -> Tensor:
     """Join (bf16 parameter, int16 remainder) to the original fp32, written into `out` if given."""
     n = param.numel()
-    addresses = _address("param", param, n, torch.bfloat16), _address("remainder", remainder, n, torch.int16)
+    addresses = address_of("param", param, n, (torch.bfloat16,)), address_of("remainder", remainder, n, (torch.int16,))
     master = torch.empty_like(param, dtype=torch.float32) if out is None else out
-    _adam.join(*addresses, _address("master", master, n, torch.float32), n, threads)
+    _adam.join(*addresses, address_of("master", master, n, (torch.float32,)), n, threads)
     return master
 
 
@@ -220,7 +215,7 @@ def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float = 0.0, thr
     units' results in unit order.
     """
     n = tensor.numel()
-    address = _address("tensor", tensor, n, *DTYPES)
+    address = address_of("tensor", tensor, n)
     return _adam.sum_of_squares(address, n, DTYPES[tensor.dtype], scale=scale, initial=initial, threads=threads)
 
 
@@ -244,9 +239,9 @@ def receive(
     n = whole if at is None else source.numel()
     if at is not None and not 0 <= at <= whole - n:
         raise ValueError(f"source has {n:,} elements, which do not fit into {whole:,} from {at:,} on: pass a part")
-    address = _address("target", target, whole, *DTYPES)
+    address = address_of("target", target, whole)
     return _adam.receive(
-        _address("source", source, n, *DTYPES),
+        address_of("source", source, n),
         address + (at or 0) * target.itemsize,
         n,
         source_dtype=DTYPES[source.dtype],

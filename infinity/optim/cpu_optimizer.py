@@ -25,12 +25,11 @@ from torch import Tensor
 
 from infinity.errors import ConfigError, ModelError
 from infinity.native import _adam
-from infinity.optim.cpu_adam import update_arguments
+from infinity.optim.cpu_adam import CPU, update_arguments
 from infinity.optim.moments import moment_from_fp32, moment_to_fp32, rounding_key, zero_moments
 from infinity.plan.formats import FORMATS, moments_in
 from infinity.rules import RULES, Hyper, MomentFormat
 
-_CPU = torch.device("cpu")
 _NAMES = RULES["adamw"].moments
 _EXTRA = {torch.bfloat16: ("remainder", torch.int16), torch.float16: ("master", torch.float32)}
 """Parameter dtype → name and dtype of the state that completes it to fp32."""
@@ -203,7 +202,7 @@ class CPUAdam(torch.optim.Optimizer):
         kept = None if extra is None else state[extra[0]]
         flat = param.contiguous()
         dense = grad.resolve_neg().contiguous()
-        given = update_arguments(_CPU, flat, kept, dense, moments, scales, hyper)
+        given = update_arguments(CPU, flat, kept, dense, moments, scales, hyper)
         prepared.updates.append(_adam.prepare(**given, grad_scale=grad_scale, step=step, key=self._key(number, step)))
         prepared.params.append(param)
         prepared.steps.append(state["step"])

@@ -58,13 +58,13 @@ def sum_of_squares(tensor: Tensor, scale: float = 1.0, initial: float | Tensor =
     n, device = tensor.numel(), _device("tensor", tensor)
     import infinity.native._adam_cuda as native
 
-    address = address_of("tensor", tensor, n, *DTYPES, device=device)
+    address = address_of("tensor", tensor, n, DTYPES, device)
     start: dict[str, Any] = {"initial": initial}
     if isinstance(initial, Tensor):
-        start = {"initial_at": address_of("initial", initial, 1, torch.float64, device=device)}
+        start = {"initial_at": address_of("initial", initial, 1, (torch.float64,), device)}
     tiles = torch.empty(-(-n // native.SUM_TILE), dtype=torch.float64, device=device)
     out = torch.empty((), dtype=torch.float64, device=device)
-    results = {"out": address_of("out", out, 1, torch.float64, device=device), "tiles": tiles.data_ptr()}
+    results = {"out": address_of("out", out, 1, (torch.float64,), device), "tiles": tiles.data_ptr()}
     native.sum_of_squares(address, n, DTYPES[tensor.dtype], **results, scale=scale, **start, **_where(device))
     return out
 
@@ -77,10 +77,10 @@ def sums_of_squares(tensor: Tensor, ranges: Sequence[tuple[int, int]], out: Tens
     n, device = tensor.numel(), _device("tensor", tensor)
     import infinity.native._adam_cuda as native
 
-    address = address_of("tensor", tensor, n, *DTYPES, device=device)
+    address = address_of("tensor", tensor, n, DTYPES, device)
     tiles = sum(-(-(stop - start) // native.SUM_TILE) for start, stop in ranges)
     scratch = torch.empty(max(tiles, 1), dtype=torch.float64, device=device)
-    results = {"out": address_of("out", out, len(ranges), torch.float64, device=device), "tiles": scratch.data_ptr()}
+    results = {"out": address_of("out", out, len(ranges), (torch.float64,), device), "tiles": scratch.data_ptr()}
     native.sums_of_squares(address, n, DTYPES[tensor.dtype], ranges, **results, **_where(device))
 
 
@@ -89,14 +89,14 @@ def split_master(master: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tu
     n, device = master.numel(), _device("master", master)
     import infinity.native._adam_cuda as native
 
-    address = address_of("master", master, n, torch.float32, device=device)
+    address = address_of("master", master, n, (torch.float32,), device)
     if out is None:
         out = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
     param, remainder = out
     native.split(
         address,
-        address_of("param", param, n, torch.bfloat16, device=device),
-        address_of("remainder", remainder, n, torch.int16, device=device),
+        address_of("param", param, n, (torch.bfloat16,), device),
+        address_of("remainder", remainder, n, (torch.int16,), device),
         n,
         **_where(device),
     )
@@ -108,10 +108,10 @@ def join_master(param: Tensor, remainder: Tensor, out: Tensor | None = None) -> 
     n, device = param.numel(), _device("param", param)
     import infinity.native._adam_cuda as native
 
-    high = address_of("param", param, n, torch.bfloat16, device=device)
-    low = address_of("remainder", remainder, n, torch.int16, device=device)
+    high = address_of("param", param, n, (torch.bfloat16,), device)
+    low = address_of("remainder", remainder, n, (torch.int16,), device)
     master = torch.empty_like(param, dtype=torch.float32) if out is None else out
-    native.join(high, low, address_of("master", master, n, torch.float32, device=device), n, **_where(device))
+    native.join(high, low, address_of("master", master, n, (torch.float32,), device), n, **_where(device))
     return master
 
 

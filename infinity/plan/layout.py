@@ -100,8 +100,7 @@ class Part(NamedTuple):
     in_norm: bool = True
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """A range of a shard, `shard[start:stop]`, whose elements share the hyper-parameters of one param_group.
 
     step: number of the present update of these elements, from 1.

@@ -14,7 +14,7 @@ from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import Transfer
 
 
-@dataclass
+@dataclass(slots=True)
 class Window:
     """Bytes of an extent to work on: `tensor` (uint8) is valid once `arrived` is done.
 

@@ -5,7 +5,7 @@ A buffer is a tensor that owns its storage, so the storage's use count shows oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -24,8 +24,8 @@ class Lease:
         self._pool = pool
         self._buffer: torch.Tensor | None = buffer
         self._substitute: torch.Tensor | None = None
-        self._views: dict[torch.dtype, torch.Tensor] = {}
-        """Cache of views of all `nbytes`, by dtype, since a lookup is faster than a new view."""
+        self._views: dict[object, torch.Tensor] = {}
+        """Cache of views, since a lookup is faster: of all `nbytes` by dtype, of parts by place."""
         self._block_releases = False
         self.nbytes = nbytes
 
@@ -57,6 +57,13 @@ class Lease:
             view = self._views.get(dtype)
             return self._view(dtype) if view is None else view
         return self._held()[: numel * dtype.itemsize].view(dtype)
+
+    def part(self, dtype: torch.dtype, place: tuple[Sequence[int], Sequence[int], int]) -> torch.Tensor:
+        """Return the view of `flat(dtype)` with (shape, strides, offset). All parts of a lease have one dtype."""
+        view = self._views.get(place)
+        if view is None:
+            view = self._views[place] = self.flat(dtype).as_strided(*place)
+        return view
 
     def _view(self, dtype: torch.dtype) -> torch.Tensor:
         view = self._views.get(dtype)

@@ -70,6 +70,8 @@ class SlabTier(MemoryTier):
         self._written: set[int] = set()
         self.writes: dict[int, int] = {}
         """Offset of an extent → number of calls of `write`."""
+        self._opened: dict[tuple[int, int], torch.Tensor] = {}
+        """(place, bytes) → view of the slab, for windows: an update opens the same ones in each step."""
         # Not pinned as a whole: only what the device copies is registered, which takes time for each page.
         self._slab = self._allocate(nbytes)
         if self._slab.is_cpu:
@@ -96,6 +98,7 @@ class SlabTier(MemoryTier):
         # The former slab is freed by the next line, and no stream would keep it alive.
         self._device.copy(slab, self._slab).wait()
         self._slab = slab
+        self._opened = {}
 
     def _view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:
         start = self._spares.to_read(extent) + offset
@@ -114,7 +117,11 @@ class SlabTier(MemoryTier):
 
     def window(self, extent: Extent, offset: int, nbytes: int, pool: Pool) -> Window | None:
         before = self._view(extent, offset, nbytes) if self._spares.is_drafted(extent) else None
-        return Window(self._target(extent, offset, nbytes), DONE, extent, offset, before=before)
+        place = self._spares.to_write(extent) + offset, nbytes
+        opened = self._opened.get(place)
+        if opened is None:
+            opened = self._opened[place] = self._target(extent, offset, nbytes)
+        return Window(opened, DONE, extent, offset, before=before)
 
     def fetch(self, extent: Extent, destination: torch.Tensor) -> Transfer:
         with self._copying("host_to_device", extent):

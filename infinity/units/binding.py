@@ -16,12 +16,12 @@ from infinity.units.unit import Unit, placeholder
 
 def bind(unit: Unit) -> None:
     """Make the parameters views of the leased buffer, with their own types."""
-    flat = unit.flat()
+    assert unit.lease is not None
     released.restore(unit.parameters)
     for parameter, place in zip(unit.parameters, unit.places, strict=True):
-        set_local(parameter, flat.as_strided(*place))
+        set_local(parameter, unit.lease.part(unit.layout.dtype, place))
     # The addresses show later whether `.data` was assigned (`adopt_assigned`).
-    start = flat.data_ptr()
+    start = unit.flat().data_ptr()
     unit.bind(
         [
             (0 if at is None else start + at, shape, stride)

@@ -52,11 +52,12 @@ class UnitStore:
 
     # -- units in use ------------------------------------------------------------------------------------------------
 
-    def hold(self, unit: Unit) -> None:
-        """Keep a resident unit in its buffer until `unhold`."""
+    def hold(self, unit: Unit, *, has_arrived: bool) -> None:
+        """Keep a resident unit in its buffer until `unhold`. has_arrived: just now, so nobody has assigned data yet."""
         if not unit.pin_count:
             # Now, so that a checkpoint's recomputation sees the same tensors.
-            binding.adopt_assigned(unit, self.moves.recorder)
+            if not has_arrived:
+                binding.adopt_assigned(unit, self.moves.recorder)
             unit.check_frozen()
         unit.pin()
 

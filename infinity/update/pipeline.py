@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from infinity import concurrency
 from infinity.plan.layout import UnitLayout
 from infinity.tiers.transfer import DONE
-from infinity.update.job import INLINE, PlacedUpdate
+from infinity.update.job import PlacedUpdate
 from infinity.update.stages import Kernel, UpdateStages
 from infinity.update.tiles import RunningJob, TileInFlight, UpdateBuffers
 
@@ -24,6 +24,7 @@ class UpdatePipeline:
     def __init__(self, buffers: UpdateBuffers, kernel: Kernel) -> None:
         self._buffers = buffers
         self._stages = UpdateStages(buffers, kernel)
+        self.refused = self._stages.refused  # ranks exchange their number before they raise
         self._submitted = self._ended = 0
         """Numbers of jobs queued and of jobs finished by the thread. Each counter is written by one thread only."""
         self._jobs: concurrency.Queue = concurrency.fifo()
@@ -51,15 +52,13 @@ class UpdatePipeline:
 
     def _is_immediate(self, placed: PlacedUpdate) -> bool:
         """True if the job is small and needs no wait, and the thread is idle."""
-        job, unit = placed.job, self._stages.unit(placed.job.layout)
+        gradient = placed.job.gradient
         return (
-            job.layout.shard_numel <= INLINE
-            and self._buffers.device.host_addressable
-            and all(tier.immediate for tier in (unit.param_tier, unit.optim_tier, unit.grad_tier))
+            self._stages.unit(placed.job.layout).is_immediate
             and self._submitted == self._ended
             and placed.after.done()
             and (placed.arrives is None or placed.arrives.done())
-            and (job.gradient is None or job.gradient.done())
+            and (gradient is None or gradient.done())
         )
 
     def _update_now(self, placed: PlacedUpdate) -> None:
@@ -103,14 +102,6 @@ class UpdatePipeline:
     def elements(self) -> int:
         """Number of elements updated."""
         return self._stages.elements
-
-    @property
-    def refused(self) -> list[str]:
-        """Names of units that were not updated, since their gradient was NaN or infinite.
-
-        Ranks exchange their number before they raise.
-        """
-        return self._stages.refused
 
     def close(self) -> None:
         """Stop the thread after the jobs queued so far."""

@@ -70,6 +70,7 @@ class UpdateStages:
         arrived = self._read_param(placed, unit, work) if ready is DONE else ready
         before = unit.param_tier.before(unit.param) if unit.updated_in == "tier" else None
         running = RunningJob(
+            placed.job,
             placed,
             unit,
             work,

@@ -21,7 +21,7 @@ from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE, Transfer
-from infinity.update.job import PlacedUpdate, UpdateJob
+from infinity.update.job import INLINE, PlacedUpdate, UpdateJob
 
 
 @dataclass
@@ -72,6 +72,9 @@ class UnitTiles:
         self.param_tier, self.optim_tier = buffers.tiers[self.param.tier], buffers.tiers[self.optim.tier]
         self.grad_tier = buffers.grad_tiers[self.grad.tier]
         self.updated_in = buffers.updated_in(layout.index)
+        immediate = all(tier.immediate for tier in (self.param_tier, self.optim_tier, self.grad_tier))
+        self.is_immediate = layout.shard_numel <= INLINE and buffers.device.host_addressable and immediate
+        """True if an update takes less time than to wake a thread, and waits for no transfer of its own."""
         self.stored = buffers.grads(layout.dtype).stored
         # Layouts never change, so each unit cuts its tiles once.
         self.tiles = [
@@ -84,6 +87,7 @@ class UnitTiles:
 class RunningJob:
     """A running job: its parameter shard in memory that the update can work in, and the tiles not yet read."""
 
+    job: UpdateJob
     placed: PlacedUpdate | None
     """None once the job has ended."""
     unit: UnitTiles
@@ -102,11 +106,6 @@ class RunningJob:
     skipped: bool | None = None
     """True if the loss or the gradient is NaN or infinite, so that nothing is updated; None: not checked yet."""
     _runs: Sequence[Run] | None = None
-
-    @property
-    def job(self) -> UpdateJob:
-        assert self.placed is not None
-        return self.placed.job
 
     def runs(self) -> Sequence[Run]:
         """Return the ranges to update. The gradient must have arrived, since it shows which parameters have one."""
@@ -157,7 +156,7 @@ class TileInFlight:
     grad: Window | None
     last: bool
     writes: list[Transfer] = field(default_factory=list)
+    windows: list[Window] = field(init=False)
 
-    @property
-    def windows(self) -> list[Window]:
-        return [self.states, self.grad] if self.grad is not None else [self.states]
+    def __post_init__(self) -> None:
+        self.windows = [self.states] if self.grad is None else [self.states, self.grad]
