@@ -205,7 +205,7 @@ class UpdateStages:
         """Update the parts of a tile that are in `runs`. whole: the tile's states, by name."""
         running, tile, job = item.running, item.layout.tile, item.running.job
         # An update that waits for a drive keeps its priority, since the drive then waits for the update.
-        in_memory = all(window.lease is None for window in item.windows)
+        in_memory = item.states.lease is None and (item.grad is None or item.grad.lease is None)
         background = self._buffers.beside_compute and in_memory
         values = running.param, whole
         before = self._before(item, whole)

@@ -258,3 +258,17 @@ def test_one_thread_at_a_time_makes_extra_buffers() -> None:
     refused.set()
     release.join(60)
     assert not made.extra(64)
+
+
+def test_views_of_parts_are_made_once_and_count_as_none() -> None:
+    """They would show another unit's parameters after the lease."""
+    made = pool()
+    lease = made.lease(64)
+    place = (2, 3), (3, 1), 4
+    part = lease.part(torch.float32, place)
+    assert lease.part(torch.float32, place) is part
+    assert part.data_ptr() == lease.tensor.data_ptr() + 16 and part.shape == (2, 3)
+    del part
+    assert not lease.is_referenced()
+    lease.substitute(host_tensor(64))
+    assert lease.part(torch.float32, place).data_ptr() == lease.tensor.data_ptr() + 16
