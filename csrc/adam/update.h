@@ -32,13 +32,13 @@ class Staged {
   public:
     Staged(const Arrays& a, std::size_t begin, std::size_t count, int moments)
         : from_(a), begin_(begin), count_(count), moments_(moments) {
-        std::memcpy(param_, of(a.from.param, kParam), count * kParam);
+        std::memcpy(param_, at(a.from.param, kParam), count * kParam);
         if constexpr (F::kMasterBytes != 0)
-            std::memcpy(master_, of(a.from.master, F::kMasterBytes), count * F::kMasterBytes);
+            std::memcpy(master_, at(a.from.master, F::kMasterBytes), count * F::kMasterBytes);
         const std::size_t grad = grad_bytes(a.grad_dtype);
-        std::memcpy(grad_, of(a.grad, grad), count * grad);
+        std::memcpy(grad_, at(a.grad, grad), count * grad);
         for (int k = 0; k < moments; ++k)
-            std::memcpy(moment_[k], of(a.from.moment[k], moment_bytes), count * moment_bytes);
+            std::memcpy(moment_[k], at(a.from.moment[k], moment_bytes), count * moment_bytes);
         arrays = a;
         arrays.param = param_;
         arrays.master = master_;
@@ -61,7 +61,7 @@ class Staged {
   private:
     static constexpr std::size_t kParam = sizeof(typename F::Param);
     char* at(void* array, std::size_t width) const { return static_cast<char*>(array) + begin_ * width; }
-    const char* of(const void* array, std::size_t width) const {
+    const char* at(const void* array, std::size_t width) const {
         return static_cast<const char*>(array) + begin_ * width;
     }
 

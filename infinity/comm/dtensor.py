@@ -42,7 +42,7 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return _is_dtensor(type(tensor))
 
 
-@cache  # a class that was made before the library is none of its own
+@cache  # also without the library: a class that exists before its import is no DTensor
 def _is_dtensor(kind: type) -> bool:
     library = sys.modules.get("torch.distributed.tensor")  # importing it takes seconds
     return library is not None and issubclass(kind, library.DTensor)

@@ -104,7 +104,7 @@ class DurableSteps:
             buffers = buffers_in_memory(model)
         generators = rng.own_states(self._device.torch_device)
         step = Step(
-            updates=[each for u in units if (each := u.due_update.progress if u.due_update else u.update) is not None],
+            updates=[each for unit in units if (each := unit.present_update()) is not None],
             updated={u.index for u in units if u.due_update is not None or u.generation != self._generations[u.index]},
             written={name: tier.take_written() for name, tier in self._memory.items()},
             progress=progress,

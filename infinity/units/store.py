@@ -16,7 +16,8 @@ from infinity.tiers.device import Device
 from infinity.tiers.pool import Lease, Pool
 from infinity.tiers.transfer import DONE, Fingerprinted, Transfer
 from infinity.units import binding, released, residents
-from infinity.units.buffers import KeptBuffers, Leaving, UnitBuffers, edit_lost
+from infinity.units.buffers import Leaving, UnitBuffers
+from infinity.units.kept import KeptBuffers, edit_lost
 from infinity.units.states import UnitStates
 from infinity.units.unit import Moves, Residency, Unit
 from infinity.units.write_back import WriteBack

@@ -208,6 +208,10 @@ class Unit:
         self.generation += 1
         self.fingerprint = None
 
+    def present_update(self) -> UpdateProgress | None:
+        """Return the update that is due, else the last one that was started."""
+        return self.update if self.due_update is None else self.due_update.progress
+
     def trained(self) -> list[bool]:
         """Return the current requires_grad of each parameter, by slot."""
         with torch._C.DisableTorchFunctionSubclass():

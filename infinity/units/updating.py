@@ -90,7 +90,7 @@ class UpdatingUnits:
         return PlacedUpdate(job, target, arrives, reached, fetched, after, prepare, checked)
 
     def needs_no_buffer(self, unit: Unit) -> bool:
-        """Return whether the update of a released unit changes its tier alone, beside the device's compute.
+        """Return whether a released unit can be updated in its tier at once, while the device computes.
 
         If the host computes, updates wait for their unit's next use, so that the first forward does not wait for them.
         """

@@ -104,6 +104,23 @@ def test_sources_may_be_the_arrays_themselves() -> None:
     assert bytes_of(one) == bytes_of(other)
 
 
+@pytest.mark.parametrize("shared", ["parameters", "moments"])
+@pytest.mark.parametrize("format", FORMATS_OF_PARAMS)
+@pytest.mark.parametrize("moments", FORMATS)
+def test_some_sources_may_be_the_arrays_themselves(format: str, moments: MomentFormat, shared: str) -> None:
+    """A tier may have no second slots of parameters, or of optimizer states."""
+    n, hyper = 70_001, Hyper("adamw", lr=1e-2)
+    grad = torch.randn(n, generator=torch.Generator().manual_seed(1))
+    before, in_place, target = (Arrays(format, "adamw", moments, n) for _ in range(3))
+    update_flat(*in_place.all[:2], grad, *in_place.all[2:], hyper, 1)
+    for tensor in (target.param, target.master) if shared == "moments" else (*target.moments, *target.scales):
+        if tensor is not None:
+            tensor.view(torch.uint8).fill_(0xAB)
+    sources = (*before.all[:2], *target.all[2:]) if shared == "moments" else (*target.all[:2], *before.all[2:])
+    update_flat(*target.all[:2], grad, *target.all[2:], hyper, 1, sources=sources)  # type: ignore[arg-type]
+    assert bytes_of(target) == bytes_of(in_place)
+
+
 def test_sources_of_other_shapes_or_dtypes_are_refused() -> None:
     n, hyper, grad = 512, Hyper("adamw", lr=1e-2), torch.ones(512)
     target = Arrays("remainder", "adamw", "fp32", n)
