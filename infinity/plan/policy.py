@@ -212,6 +212,24 @@ def used_in_place(placement: Placement, ranks: RankInfo, device: DeviceInfo) -> 
     )
 
 
+def write_back(
+    layouts: Sequence[UnitLayout], placement: Placement, rules: Policy, device: DeviceInfo
+) -> frozenset[int]:
+    """Return the units whose updates leave the parameters in the unit's buffer. They are written to their tier as the
+    unit leaves the buffer, and not with each update [Note: write-back].
+    """
+    if not rules.resident:
+        return frozenset()
+    # An edit of 16-bit parameters is found by comparison with the tier, which must have the last update's.
+    return frozenset(
+        layout.index
+        for layout in layouts
+        if layout.trainable
+        and layout.dtype == torch.float32
+        and updated_in(placement, layout.index, host_addressable=device.host_addressable) == "buffer"
+    )
+
+
 def holds_sums(config: Config, policy: Policy, layouts: Sequence[UnitLayout]) -> bool:
     """Return whether the gradients of any number of micro-batches add up in `data_types.grad_accum_dtype` or in fp32.
 

@@ -301,6 +301,8 @@ class UnitStore:
                 self.write_back.write(unit)
             self.leave(unit)
             self._detach(unit)
+        elif unit.is_dirty and unit.lease is not None:  # updated, and not used since
+            self.write_back.write_shard(unit, unit.lease)
         self.drop(unit)
 
     def evict_ahead(self) -> None:

@@ -111,6 +111,8 @@ class Unit:
         """
         self.collected: set[int] = set()
         """Slots whose `.grad` the engine has taken in the present step."""
+        self.is_dirty = False
+        """True if an update has left its result in the buffer alone: the tier has the parameters of before."""
         self.assignments = [0] * len(parameters)
         """Number of `.data` assignments that the engine has adopted, by slot."""
         self.fingerprint: Fingerprint | None = None
@@ -164,6 +166,10 @@ class Unit:
         """The step has ended: its parameters may be read again."""
         self.updated_early = False
 
+    def written(self) -> None:
+        """Record that the tier has the parameters of the buffer."""
+        self.is_dirty = False
+
     def note_fingerprint(self, fingerprint: Fingerprint | None) -> None:
         """Record the fingerprint of the bytes in the tiers; None: unknown."""
         self.fingerprint = fingerprint
@@ -188,9 +194,10 @@ class Unit:
         self.overwritten()
         torch.autograd.graph.increment_version(self.parameters)
 
-    def begin_update(self, update: UpdateProgress, *, early: bool) -> None:
-        """Record that an update of the parameters is submitted. early: before `engine.step()`."""
+    def begin_update(self, update: UpdateProgress, *, early: bool, writes: bool) -> None:
+        """Record that an update of the parameters is submitted. early: before `engine.step()`. writes: to the tier."""
         self.update, self.due_update = update, None
+        self.is_dirty = not writes
         self.updated_early = early
         self.overwritten()
 

@@ -19,10 +19,13 @@ from infinity.update.job import PlacedUpdate, UpdateJob
 class UpdatingUnits:
     """The units of `store`, as far as updates take their buffers. `TrainingRunner` says when."""
 
-    def __init__(self, store: UnitStore, in_tier: Collection[int]) -> None:
-        """in_tier: units whose update begins from their parameters in their tier, not from those in their buffer."""
+    def __init__(self, store: UnitStore, in_tier: Collection[int], write_back: Collection[int]) -> None:
+        """in_tier: units whose update begins from their parameters in their tier, not from those in their buffer.
+        write_back: units whose update leaves its result in the buffer (`Plan.write_back`).
+        """
         self.store = store
         self._in_tier = frozenset(in_tier)
+        self._write_back = frozenset(write_back)
 
     def assign(self, unit: Unit) -> None:
         """Assign a buffer to a released unit, for an update that fills it."""
@@ -53,8 +56,8 @@ class UpdatingUnits:
             if viewed:
                 kept.note_overwritten(unit)
             # A draft may be taken back, so an edit before it must be in the tiers.
-            writes = unit.index in self._in_tier or job.draft is not None
-            prepare, check = store.write_back.take(unit, later=not viewed, writes=writes)
+            in_tiers = unit.index in self._in_tier or job.draft is not None
+            prepare, check = store.write_back.take(unit, later=not viewed, writes=in_tiers)
             store.leave(unit)
             leaves = early and self._is_rewritten_in_tier_only(unit)
             # Backward may still read through a view, so an early update gets a copy in another buffer.
@@ -78,7 +81,8 @@ class UpdatingUnits:
             after = unit.update.done if job.gate is DONE else Together(job.gate, unit.update.done)
         fetched = unit.fetched
         unit.note_read(DONE)
-        unit.begin_update(job.progress, early=early)
+        writes = unit.index not in self._write_back
+        unit.begin_update(job.progress, early=early, writes=writes)
         # A buffer that is released at once gets no copy of the result: the next fetch reads the tier.
         target = None if leaves else unit.shard_bytes(store.ranks.shard_rank)
         if unit.lease is None:
@@ -87,7 +91,7 @@ class UpdatingUnits:
             unit.move(Residency.RELEASED)
             store.buffers.leave(unit, check, job.progress, in_backward=False)
         checked = DONE if check is None else check.copied
-        return PlacedUpdate(job, target, arrives, reached, fetched, after, prepare, checked)
+        return PlacedUpdate(job, target, arrives, reached, fetched, after, prepare, checked, writes)
 
     def needs_no_buffer(self, unit: Unit) -> bool:
         """Return whether a released unit can be updated in its tier at once, while the device computes.

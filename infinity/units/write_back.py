@@ -103,7 +103,8 @@ class WriteBack:
         return EditCheck(self._device, result, flag, computed, self._device.copy_result(flag, result))
 
     def was_edited(self, unit: Unit) -> bool:
-        """Copy assigned data into the buffer. Returns True if the resident unit's buffer then differs from its tier.
+        """Copy assigned data into the buffer. Returns True if the resident unit's buffer then differs from its tier,
+        since it was edited or is dirty.
 
         Raises UsageError, and stops the engine, if it was edited in a backward of several ranks.
         """
@@ -111,16 +112,19 @@ class WriteBack:
         # An edit in place is in the tier already.
         if unit.index in self._in_place and unit.index not in self._before:
             return False
+        if unit.is_dirty and not self.refuses:
+            return True  # without a comparison: it is written in either case
         edited = self.start(unit)()
         # Each rank has gradients of its own in a backward, so the same hook edits differently on each.
         if edited and self.refuses:
             self.refuse(unit)
-        return edited
+        return edited or unit.is_dirty
 
     def note_unedited(self, unit: Unit) -> None:
-        """Record that a resident unit's buffer has the bytes of its tier, to find edits from now on."""
+        """Record the bytes of a resident unit's buffer, which nobody has edited, to find edits from now on."""
         in_place = unit.index in self._in_place
-        if in_place and unit.index not in self._held_back:
+        # Nobody asks for edits in place, or of a buffer that is written in either case.
+        if (in_place and unit.index not in self._held_back) or (unit.is_dirty and not self.refuses):
             return
         assert unit.lease is not None
         unit.note_fingerprint(self._device.fingerprint(unit.lease.tensor))
@@ -220,6 +224,7 @@ class WriteBack:
             self._states.sync_masters_from_edit(unit.layout, shard)
             if writes:
                 self._states.write_back(unit.layout, shard).wait()
+                unit.written()
 
     def _await_snapshot(self, unit: Unit) -> None:
         try:

@@ -158,3 +158,5 @@ class PlacedUpdate:
     """Called once, before the update reads any state and after `after`."""
     checked: Transfer = DONE
     """Done when `prepare` does not wait for the device."""
+    writes: bool = True
+    """Write the parameters to their tier, where the target is not their extent."""

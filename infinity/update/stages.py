@@ -282,7 +282,7 @@ class UpdateStages:
             return []
         try:
             write: Transfer = DONE
-            if unit.updated_in != "tier" and not (running.skipped and placed.job.draft):
+            if placed.writes and unit.updated_in != "tier" and not (running.skipped and placed.job.draft):
                 write = unit.param_tier.write(unit.param, running.memory)
             if unit.updated_in != "buffer" and placed.target is not None:
                 landed = device.copy(placed.target, running.memory, after=placed.reached)

@@ -125,6 +125,15 @@ def by_an_array(model: Any) -> None:
     model.blocks[1].up.register_full_backward_hook(update)
 
 
+def by_data_of_an_unused_block(model: Any) -> None:
+    """A block whose last update no forward has seen."""
+
+    def update(gradient: torch.Tensor) -> None:
+        model.blocks[4].up.bias.data.add_(gradient.mean())
+
+    model.blocks[1].up.bias.register_hook(update)
+
+
 def by_a_kept_view(model: Any) -> None:
     """A view that the script took, of a unit that may have left its buffer when the hook runs."""
     view = model.blocks[5].up.bias.data
@@ -145,7 +154,11 @@ BEFORE: dict[str, Install] = {
 """Edits that are refused before they happen."""
 AFTER: dict[str, Install] = {each.__name__: each for each in (by_data, by_data_beside_the_engine, by_an_array)}
 """Edits that are found once they have happened."""
-ALL = {**BEFORE, **AFTER, **{each.__name__: each for each in (by_a_torch_optimizer, by_a_kept_view)}}
+ALL = {
+    **BEFORE,
+    **AFTER,
+    **{each.__name__: each for each in (by_a_torch_optimizer, by_a_kept_view, by_data_of_an_unused_block)},
+}
 
 
 def reading(model: Any) -> None:
@@ -155,6 +168,7 @@ def reading(model: Any) -> None:
     def scale(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         seen.append(float(parameter.data.norm() + (parameter * 2).sum()))
+        seen.append(float(model.blocks[4].up.weight.detach().sum()))
         parameter.grad.mul_(0.5).add_(parameter.detach(), alpha=0.01)
 
     model.blocks[1].up.bias.register_post_accumulate_grad_hook(scale)
@@ -162,12 +176,27 @@ def reading(model: Any) -> None:
     model.blocks[3].up.register_full_backward_hook(lambda module, gradients, _: (gradients[0] * 0.5,))
 
 
-def edited(rank: int, *, how: str, folder: str, late: bool = False, **options: Any) -> dict[str, Any]:
+class Skipping(Stack):
+    """Skips a block in every second forward, also of an evaluation."""
+
+    calls = 0
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        skipped = self.blocks[4]
+        self.run = lambda block, x: x if block is skipped and self.calls % 2 == 0 else block(x)
+        return super().forward(tokens, targets)
+
+
+def edited(
+    rank: int, *, how: str, folder: str, late: bool = False, skips: bool = False, **options: Any
+) -> dict[str, Any]:
     """Return the error of the first step with hooks that edit, and of the next call; parameters if it can be called.
 
-    late: register the hooks after the construction of the engine.
+    late: register the hooks after the construction of the engine. skips: after a step, which the one with hooks follows
+    that skips a block.
     """
-    model = seeded(Stack)
+    model = seeded(Skipping if skips else Stack)
     if not late:
         ALL[how](model)
     tokens = part(next(iter(global_batches(1, 2 * SAMPLES))), rank)
@@ -175,7 +204,10 @@ def edited(rank: int, *, how: str, folder: str, late: bool = False, **options: A
         warnings.catch_warnings(),
         open_engine(model, engine_config(**{"folder": folder, "micro": SAMPLES, **options})) as engine,
     ):
-        before = parameters_of(engine)
+        if skips:
+            engine.backward(engine(*tokens))
+            engine.step()
+        before = {} if skips else parameters_of(engine)
         if late:
             ALL[how](model)
         warnings.filterwarnings("ignore", "something still refers")  # a kept view
@@ -213,9 +245,9 @@ def ruled(rank: int, *, ranks: int = 2, **options: Any) -> tuple[list[float], di
         return losses, parameters_of(engine)
 
 
-def read(rank: int, *, folder: str, ranks: int = 2, **options: Any) -> dict[str, torch.Tensor]:
+def read(rank: int, *, folder: str, ranks: int = 2, skips: bool = False, **options: Any) -> dict[str, torch.Tensor]:
     """Train with hooks of `reading`; several ranks each take a micro-batch of those of one rank."""
-    model = seeded(Stack)
+    model = seeded(Skipping if skips else Stack)
     reading(model)
     with open_engine(model, engine_config(**{"folder": folder, "micro": 2 * SAMPLES // ranks, **options})) as engine:
         for batch in global_batches(4, 2 * SAMPLES):

@@ -15,9 +15,10 @@ from support.ranks import Group
 OPTIONS = [
     {},
     {"stage": 0, "param": "none", "optim": "none", "cache_bytes": 1 << 30},
+    {"stage": 1, "param": "none", "optim": "none", "update": "next_forward"},
     {"bf16": True, "update": "next_forward", "prefetch_bytes": 0},
 ]
-SCHEDULES = pytest.mark.parametrize("options", OPTIONS, ids=["stage 3", "stage 0", "next forward"])
+SCHEDULES = pytest.mark.parametrize("options", OPTIONS, ids=["stage 3", "stage 0", "stage 1", "next forward"])
 
 
 @SCHEDULES
@@ -48,14 +49,29 @@ def test_hooks_registered_later(pair: Group, how: str, options: dict[str, Any], 
         assert "edited" in (found["first"] or "") and "during backward" in found["first"]
 
 
+@SCHEDULES
+def test_a_block_that_the_forward_skips(pair: Group, options: dict[str, Any], tmp_path: Path) -> None:
+    """Its parameters come from an update that has not written them."""
+    how = "by_data_of_an_unused_block"
+    for found in pair.run(cases.edited, how=how, folder=str(tmp_path), late=True, skips=True, **options):
+        assert "were edited by a hook during backward" in (found["first"] or "")
+
+
 def test_a_torch_optimizer_in_a_hook(pair: Group, tmp_path: Path) -> None:
     for found in pair.run(cases.edited, how="by_a_torch_optimizer", folder=str(tmp_path)):
         assert "a separate SGD was called" in (found["first"] or "") and found["next"] is None and found["kept"]
 
 
 @SCHEDULES
-def test_hooks_that_change_gradients_train_as_one_rank(pair: Group, options: dict[str, Any], tmp_path: Path) -> None:
-    """A hook that is linear in the gradient gives the mean of what it gives on each rank."""
+@pytest.mark.parametrize("skips", [False, True])
+def test_hooks_that_change_gradients_train_as_one_rank(
+    pair: Group, skips: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """A hook that is linear in the gradient gives the mean of what it gives on each rank.
+
+    skips: a block has no use in the forward, so that the hook in backward is the first to see its update.
+    """
+    options = {"skips": skips, **options}
     ranks = pair.run(cases.read, folder=str(tmp_path), **options)
     alone = cases.read(0, folder=str(tmp_path), ranks=1, **options)
     for found in ranks:
