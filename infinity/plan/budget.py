@@ -83,7 +83,8 @@ def on_device(
     if budget.device_optimizer is not None:
         elements = int(budget.device_optimizer * sum(unit.shard_numel for unit in trained))
         updated = _within(elements, trained, lambda unit: unit.shard_numel)
-        return {(unit.index, state): TierKind.DEVICE for unit in updated for state in (State.OPTIM, State.GRAD)}
+        states = State if policy.resident else (State.OPTIM, State.GRAD)
+        return {(unit.index, state): TierKind.DEVICE for unit in updated for state in states}
     room = device.limit and device.usable // _SHARE if budget.device_states is None else budget.device_states
     if not room or not device.updates:
         return {}
@@ -152,7 +153,7 @@ def fill(
     whole = place(layouts, policy, {**placed, **_in_host(kinds)})
     bare = needed(placed)
     # A choice needs at least the bytes of its states, and gains nothing if it needs more than none.
-    saving = [start for start in _starts(kinds) if sum(whole.of(*key).nbytes for key in start) < bare]
+    saving = [start for start in _starts(kinds) if sum(whole.of(*key).nbytes for key in start) <= bare]
     starts = [({**placed, **start}, needed({**placed, **start})) for start in saving]
     accepted = [(start, nbytes) for start, nbytes in starts if nbytes <= host]
     if not accepted:

@@ -198,7 +198,7 @@ def make_plan(
     """
     layouts = lay_out(discovered, dtype or compute_dtype(config), ranks.shards, norm_of=config.infinity.norm_of)
     accumulation = config.resolve_batch(ranks.size).accumulation if train else 1
-    rules = policy(config, accumulation, ranks)
+    rules = policy(config, accumulation, ranks, device)
     budget = budget or Budget()
     zero = config.zero_optimization
     pinned = ("cpu",) if budget.host is None and budget.params is None else ("cpu", "nvme")

@@ -160,18 +160,22 @@ def updated_in_forward(layouts: Sequence[UnitLayout], share: float) -> frozenset
     return frozenset(chosen)
 
 
-def policy(config: Config, accumulation: int, ranks: RankInfo) -> Policy:
+def policy(config: Config, accumulation: int, ranks: RankInfo, device: DeviceInfo) -> Policy:
     """Return the tier and format of each state. Gradients are stored in the tier of the optimizer states.
 
     accumulation: micro-batches per step, as far as it is known when the engine is constructed.
     """
     zero = config.zero_optimization
     sharding = Sharding.of(zero.stage)
-    optim_tier = TierKind.of_config(zero.offload_optimizer.device)
+    param_tier, optim_tier = (TierKind.of_config(x.device) for x in (zero.offload_param, zero.offload_optimizer))
+    # The device has parameters that stay there in buffers, so a copy beside the optimizer states costs it nothing, and
+    # an update moves them once: to the buffer.
+    if not sharding.params and optim_tier.in_host_memory and not device.host_addressable:
+        param_tier = optim_tier
     summed = accumulation > 1 or not config.managed_gradient_accumulation or config.infinity.accumulation_buffers
     whole = not sharding.grads and summed
     return Policy(
-        param_tier=TierKind.of_config(zero.offload_param.device),
+        param_tier=param_tier,
         optim_tier=optim_tier,
         grad_tier=optim_tier,
         grads=GradFormat(

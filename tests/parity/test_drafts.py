@@ -28,6 +28,7 @@ PLACES = {
     "nvme": ("nvme", "nvme", {}, False),
     "parameters in memory": ("cpu", "nvme", {}, False),
     "late device, host": ("cpu", "cpu", {"memory": {"host": "64MiB"}}, True),
+    "late device, stage 2": ("none", "cpu", {"stage": 2, "memory": {"host": "64MiB"}}, True),
     "late device, nvme": ("nvme", "nvme", {}, True),
     "late device, optimizer in memory": ("nvme", "cpu", {"memory": {"host": "64MiB"}}, True),
 }
@@ -134,7 +135,7 @@ def test_drafts_train_as_a_plain_loop(scaled: str, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("place", ["nvme", "late device, host"])
+@pytest.mark.parametrize("place", ["nvme", "late device, host", "late device, stage 2"])
 def test_overflows_take_drafts_back(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for speculate in (False, "auto"):
@@ -251,7 +252,7 @@ def go_backward_in_part_at_another_rate(engine: TrainingEngine, step: int) -> No
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("place", ["nvme", "late device, host"])
+@pytest.mark.parametrize("place", ["nvme", "late device, host", "late device, stage 2"])
 @pytest.mark.parametrize(
     "between",
     [
@@ -312,7 +313,7 @@ class Nested(Stack):
             torch.autograd.backward(out, torch.full_like(out, 1e-4), inputs=[block.norm[1].by])
 
 
-@pytest.mark.parametrize("place", ["nvme", "late device, host"])
+@pytest.mark.parametrize("place", ["nvme", "late device, host", "late device, stage 2"])
 def test_a_backward_inside_of_a_backward_meets_no_draft(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

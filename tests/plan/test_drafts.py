@@ -47,7 +47,9 @@ def planned(folder: Path, param: str = "nvme", optim: str = "nvme", *, late: boo
         ({"late": True, "param": "cpu", "optim": "cpu"}, False),
         ({"late": True, "param": "cpu", "optim": "cpu", "memory": {"host": "64MiB"}}, True),
         ({"late": True, "param": "cpu", "optim": "cpu", "memory": {"host": "64MiB"}, "durable": True}, True),
+        ({"late": True, "param": "none", "optim": "cpu", "stage": 2, "memory": {"host": "64MiB"}}, True),
         ({"late": True, "param": "none", "optim": "none"}, False),
+        ({"late": True, "param": "none", "optim": "none", "memory": {"host": "64MiB"}}, False),
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from infinity.config import Config
 from infinity.plan.placement import DISK_TILE, WHOLE_SHARD
-from infinity.plan.policy import RankInfo, policy, updated_in_forward
+from infinity.plan.policy import DeviceInfo, RankInfo, policy, updated_in_forward
 from infinity.tier_kind import TierKind
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -46,12 +46,12 @@ def test_gradients_of_bf16(
     """`expected` is (collected, reduced, stored)."""
     config = Config.load({"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, **given})
     ranks = RankInfo(backend=backend)
-    assert policy(config, accumulation, ranks).grads(BF16) == expected
+    assert policy(config, accumulation, ranks, DeviceInfo()).grads(BF16) == expected
 
 
 def test_the_default_on_nccl_is_what_the_parameters_are_in() -> None:
     ranks = RankInfo(backend="nccl")
-    grads = policy(Config.load({}), 4, ranks).grads
+    grads = policy(Config.load({}), 4, ranks, DeviceInfo()).grads
     assert [grads(dtype).reduced for dtype in (FP32, BF16, FP16)] == [FP32, BF16, FP16]
     assert {grads(dtype).stored for dtype in (FP32, BF16, FP16)} == {FP32}
 
@@ -64,8 +64,8 @@ def test_tiles_in_memory_are_whole_units(device: str, tile: int, tmp_path: Path)
         "train_batch_size": 1,
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": device, **folder}},
     }
-    assert policy(Config.load(content), 1, RankInfo()).tile_of(TierKind.of_config(device)) == tile
-    assert policy(Config.load({**content, "infinity": {"tile_size": 8192}}), 1, RankInfo()).tile_size == 8192
+    assert policy(Config.load(content), 1, RankInfo(), DeviceInfo()).tile_of(TierKind.of_config(device)) == tile
+    assert policy(Config.load({**content, "infinity": {"tile_size": 8192}}), 1, RankInfo(), DeviceInfo()).tile_size == 8192
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1), st.floats(0, 1))

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from infinity.config import Config
 from infinity.plan.layout import Discovered, DiscoveredUnit, Member
 from infinity.plan.plan import lay_out
-from infinity.plan.policy import RankInfo, policy
+from infinity.plan.policy import DeviceInfo, RankInfo, policy
 from infinity.plan.pools import _in_flight, size_classes, unit_pool
 
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=9)
@@ -114,7 +114,7 @@ def planned(**infinity: object) -> tuple[dict[int, int], int]:
     """Return the buffers of units, by their bytes, and the bytes of units ahead."""
     config = Config.load({"train_batch_size": 1, "infinity": {"cache_bytes": 0, **infinity}})
     discovered = units_of()
-    pool, ahead = unit_pool(config, discovered, lay_out(discovered, None, 1), policy(config, 1, RankInfo()))
+    pool, ahead = unit_pool(config, discovered, lay_out(discovered, None, 1), policy(config, 1, RankInfo(), DeviceInfo()))
     return dict(pool.sizes), ahead
 
 
@@ -132,7 +132,7 @@ def test_one_more_of_each_size_is_leaving() -> None:
     members = [(Member(f"{number}", (size,), 0),) for number, size in enumerate(sizes)]
     units = tuple(DiscoveredUnit(one[0].name, torch.float32, True, one) for one in members)
     discovered = Discovered(units, frozenset(), frozenset())
-    given = config, discovered, lay_out(discovered, None, 1), policy(config, 1, RankInfo())
+    given = config, discovered, lay_out(discovered, None, 1), policy(config, 1, RankInfo(), DeviceInfo())
     before, after = (dict(unit_pool(*given, leaves_late=late)[0].sizes) for late in (False, True))
     assert after == {**before, 4 * LINEAR: before[4 * LINEAR] + 1}
     assert before[256 * LINEAR] == 1 and before[4 * NORM] == 2
@@ -152,7 +152,7 @@ def limited(room: int, **infinity: object) -> tuple[int, int]:
     config = Config.load({"train_batch_size": 1, "infinity": {"cache_bytes": 0, **infinity}})
     discovered = units_of()
     layouts = lay_out(discovered, None, 1)
-    pool, ahead = unit_pool(config, discovered, layouts, policy(config, 1, RankInfo()), room)
+    pool, ahead = unit_pool(config, discovered, layouts, policy(config, 1, RankInfo(), DeviceInfo()), room)
     return pool.nbytes, ahead
 
 

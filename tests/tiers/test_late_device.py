@@ -15,12 +15,14 @@ import gc
 import time
 import weakref
 from collections import deque
+from typing import Any
 
 import pytest
 import torch
 
-from infinity.plan.placement import Extent
+from infinity.plan.placement import Extent, State
 from infinity.plan.pools import UNITS
+from infinity.tier_kind import TierKind
 from infinity.tiers.read_ahead import Piece, ReadAhead
 from infinity.tiers.transfer import Transfer
 from support.configs import PLACEMENTS, engine_config
@@ -148,6 +150,28 @@ def test_a_unit_that_leaves_before_its_next_use_is_not_copied_up_again(accumulat
     if accumulation == 1:
         assert ups[0] == buffers  # without a trace, each unit in a buffer may be used next
     assert 0 < max(ups[1:]) <= buffers < result.units
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_below_stage_3_an_update_on_the_host_copies_parameters_once(stage: int, bf16: bool, clip: float) -> None:
+    """From host memory beside the optimizer states to the unit's buffer, the device's only copy of them."""
+    device = LateDevice()
+    options: dict[str, Any] = {"bf16": bf16, "clip": clip, "stage": stage}
+    with open_engine(seeded(Stack), engine_config("none", "cpu", **options), device) as engine:
+        plan, copies = engine.parts.plan, []
+        assert plan.placement.tiers(State.PARAM) == {TierKind.HOST}
+        assert plan.buffer_bytes(UNITS) == sum(unit.layout.nbytes for unit in engine.units)
+        losses = []
+        for batch in BATCHES:
+            before = device.to_device.copies
+            losses += train_loop(engine, [batch])
+            engine.updates.runner.settle()
+            copies.append(device.to_device.copies - before)
+        result = Result(losses, parameters_of(engine), len(engine.units))
+    assert_same(result, trained(seeded(Stack), BATCHES, engine_config("none", "cpu", **options)))
+    assert copies[1:] == [result.units] * (len(BATCHES) - 1)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
