@@ -64,8 +64,9 @@ def test_tiles_in_memory_are_whole_units(device: str, tile: int, tmp_path: Path)
         "train_batch_size": 1,
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": device, **folder}},
     }
-    assert policy(Config.load(content), 1, RankInfo(), DeviceInfo()).tile_of(TierKind.of_config(device)) == tile
-    assert policy(Config.load({**content, "infinity": {"tile_size": 8192}}), 1, RankInfo(), DeviceInfo()).tile_size == 8192
+    alone = 1, RankInfo(), DeviceInfo()
+    assert policy(Config.load(content), *alone).tile_of(TierKind.of_config(device)) == tile
+    assert policy(Config.load({**content, "infinity": {"tile_size": 8192}}), *alone).tile_size == 8192
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1), st.floats(0, 1))

@@ -14,6 +14,7 @@ from infinity.plan.plan import lay_out
 from infinity.plan.policy import DeviceInfo, RankInfo, policy
 from infinity.plan.pools import _in_flight, size_classes, unit_pool
 
+ALONE = 1, RankInfo(), DeviceInfo()
 SIZES = st.lists(st.integers(1, 50), min_size=1, max_size=9)
 
 
@@ -114,7 +115,7 @@ def planned(**infinity: object) -> tuple[dict[int, int], int]:
     """Return the buffers of units, by their bytes, and the bytes of units ahead."""
     config = Config.load({"train_batch_size": 1, "infinity": {"cache_bytes": 0, **infinity}})
     discovered = units_of()
-    pool, ahead = unit_pool(config, discovered, lay_out(discovered, None, 1), policy(config, 1, RankInfo(), DeviceInfo()))
+    pool, ahead = unit_pool(config, discovered, lay_out(discovered, None, 1), policy(config, *ALONE))
     return dict(pool.sizes), ahead
 
 
@@ -132,7 +133,7 @@ def test_one_more_of_each_size_is_leaving() -> None:
     members = [(Member(f"{number}", (size,), 0),) for number, size in enumerate(sizes)]
     units = tuple(DiscoveredUnit(one[0].name, torch.float32, True, one) for one in members)
     discovered = Discovered(units, frozenset(), frozenset())
-    given = config, discovered, lay_out(discovered, None, 1), policy(config, 1, RankInfo(), DeviceInfo())
+    given = config, discovered, lay_out(discovered, None, 1), policy(config, *ALONE)
     before, after = (dict(unit_pool(*given, leaves_late=late)[0].sizes) for late in (False, True))
     assert after == {**before, 4 * LINEAR: before[4 * LINEAR] + 1}
     assert before[256 * LINEAR] == 1 and before[4 * NORM] == 2
@@ -152,7 +153,7 @@ def limited(room: int, **infinity: object) -> tuple[int, int]:
     config = Config.load({"train_batch_size": 1, "infinity": {"cache_bytes": 0, **infinity}})
     discovered = units_of()
     layouts = lay_out(discovered, None, 1)
-    pool, ahead = unit_pool(config, discovered, layouts, policy(config, 1, RankInfo(), DeviceInfo()), room)
+    pool, ahead = unit_pool(config, discovered, layouts, policy(config, *ALONE), room)
     return pool.nbytes, ahead
 
 
