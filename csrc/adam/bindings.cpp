@@ -28,6 +28,21 @@ const Kernels& to_kernels(const std::string& isa) {
     throw py::value_error("isa '" + isa + "' is not available on this machine: pass one of " + names);
 }
 
+struct Group {
+    std::string rule;
+    Hyper hyper;
+};
+
+UpdateCall py_prepare(const Group& group, const py::object& param, const py::object& master, const py::object& grad,
+                      const std::vector<py::object>& moments, const std::vector<py::object>& scales,
+                      const py::object& n, const std::string& format, const std::string& grad_dtype,
+                      const std::string& moment_format, const py::object& step, std::uint64_t key) {
+    Hyper hyper = group.hyper;
+    hyper.random = {key, 0};
+    return to_update_call({group.rule, format, grad_dtype, moment_format}, {param, master, grad, moments, scales, n},
+                          hyper, step);
+}
+
 void py_update_all(const std::vector<UpdateCall>& calls, const py::object& threads, const std::string& isa) {
     const Kernels& kernels = to_kernels(isa);
     const int workers = to_threads(threads);
@@ -154,7 +169,18 @@ PYBIND11_MODULE(_adam, m) {
     m.doc() = "Optimizer steps over flat arrays in host memory, passed by address.";
     install_fork_handler();
     py::class_<UpdateCall>(m, "Update", py::module_local(), "A validated update, which `update_all` performs.");
-    def_update(m, "prepare", [](const UpdateCall& call) { return call; });
+    // Positional arguments, since a call with 23 names takes pybind11 longer than a small update.
+    py::class_<Group>(m, "Group", py::module_local(), "Hyper-parameters that several updates share.")
+        .def(py::init([](const std::string& rule, double lr, double beta1, double beta2, double eps,
+                         double weight_decay, double momentum, double dampening, double lr_decay, bool nesterov,
+                         double grad_scale) {
+                 return Group{rule, {Rule{}, lr, beta1, beta2, eps, weight_decay, grad_scale, momentum, dampening,
+                                     lr_decay, nesterov, 0, {}}};
+             }),
+             "rule"_a, py::kw_only(), "lr"_a, "beta1"_a = 0.9, "beta2"_a = 0.999, "eps"_a = 1e-8,
+             "weight_decay"_a = 0.0, "momentum"_a = 0.0, "dampening"_a = 0.0, "lr_decay"_a = 0.0,
+             "nesterov"_a = false, "grad_scale"_a = 1.0)
+        .def("prepare", &py_prepare, "Validate an update, for `update_all`.");
     m.def("update_all", &py_update_all, "updates"_a, "threads"_a = 0, "isa"_a = "auto",
           "Perform prepared updates together, as if one after another.");
     def_update<const py::object&, bool, const std::string&, const std::vector<py::object>&>(

@@ -87,33 +87,42 @@ def update(
 class Update:
     """A validated update, by address: its arrays must live until `update_all` returns."""
 
-def prepare(
-    rule: RuleName,
-    *,
-    param: int,
-    master: int,
-    grad: int,
-    moments: Sequence[int],
-    scales: Sequence[int],
-    n: int,
-    format: Format,
-    grad_dtype: DType,
-    moment_format: MomentFormat,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    lr_decay: float = 0.0,
-    nesterov: bool = False,
-    grad_scale: float = 1.0,
-    step: int,
-    key: int = 0,
-    first: int = 0,
-) -> Update:
-    """Validate the arguments of `update`, for `update_all`."""
+class Group:
+    """Hyper-parameters that several updates share, as of `update`."""
+
+    def __init__(
+        self,
+        rule: RuleName,
+        *,
+        lr: float,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        lr_decay: float = 0.0,
+        nesterov: bool = False,
+        grad_scale: float = 1.0,
+    ) -> None: ...
+    def prepare(
+        self,
+        param: int,
+        master: int,
+        grad: int,
+        moments: Sequence[int],
+        scales: Sequence[int],
+        n: int,
+        format: Format,
+        grad_dtype: DType,
+        moment_format: MomentFormat,
+        step: int,
+        key: int,
+        /,
+    ) -> Update:
+        """Validate the arguments of `update` and the hyper-parameters, for `update_all`. All are positional, since a
+        call with names takes longer than a small update.
+        """
 
 def update_all(updates: Sequence[Update], threads: int = 0, isa: str = "auto") -> None:
     """Perform `updates` as if one after another, on threads that are woken once. Those that share memory take turns."""

@@ -29,6 +29,9 @@ DTYPES: dict[torch.dtype, DType] = {torch.float32: "fp32", torch.bfloat16: "bf16
 CPU = torch.device("cpu")
 _FORMAT_OF: dict[torch.dtype, MomentFormat] = {dtype: kind for kind, dtype in FORMATS.items()}
 _MASTERS = (torch.int16, torch.float32)
+_MOMENTS, _SCALES = ("moments[0]", "moments[1]"), ("scales[0]", "scales[1]")
+_ARRAYS = ("param", "master", "grad", "moments", "scales", "n", "format", "grad_dtype", "moment_format")
+"""Arguments of the kernels that describe the arrays of an update."""
 
 
 def address_of(
@@ -65,26 +68,31 @@ def update_arguments(
     hyper: Hyper,
 ) -> dict[str, Any]:
     """Return the keyword arguments of `_adam.update` and `_adam_cuda.update`. Raises ValueError if tensors mismatch."""
+    arrays = array_arguments(device, param, master_or_remainder, grad, moments, scales, hyper.rule)
+    return {**hyper.arguments, **dict(zip(_ARRAYS, arrays, strict=True))}
+
+
+def array_arguments(
+    device: torch.device,
+    param: Tensor,
+    master_or_remainder: Tensor | None,
+    grad: Tensor,
+    moments: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    rule: RuleName,
+) -> tuple[int, int, int, list[int], list[int], int, Format, DType, MomentFormat]:
+    """Return the values of `_ARRAYS`. Raises ValueError if tensors mismatch."""
     n = param.numel()
-    kind = _moment_format(hyper.rule, moments, scales)
+    kind = _moment_format(rule, moments, scales)
     master = 0
     if master_or_remainder is not None:
         master = address_of("master_or_remainder", master_or_remainder, n, _MASTERS, device)
     blocks, dtypes = -(-n // BLOCK), (FORMATS[kind],)
-    of_moments = [address_of(f"moments[{i}]", moment, n, dtypes, device) for i, moment in enumerate(moments)]
-    of_scales = [address_of(f"scales[{i}]", scale, blocks, (torch.uint8,), device) for i, scale in enumerate(scales)]
-    return {
-        **hyper.arguments,
-        "param": address_of("param", param, n, DTYPES, device),
-        "master": master,
-        "grad": address_of("grad", grad, n, DTYPES, device),
-        "moments": of_moments,
-        "scales": of_scales,
-        "n": n,
-        "format": _format(param, master_or_remainder),
-        "grad_dtype": DTYPES[grad.dtype],
-        "moment_format": kind,
-    }
+    of_moments = [address_of(_MOMENTS[i], moment, n, dtypes, device) for i, moment in enumerate(moments)]
+    of_scales = [address_of(_SCALES[i], scale, blocks, (torch.uint8,), device) for i, scale in enumerate(scales)]
+    addresses = address_of("param", param, n, DTYPES, device), master, address_of("grad", grad, n, DTYPES, device)
+    formats = _format(param, master_or_remainder), DTYPES[grad.dtype], kind
+    return *addresses, of_moments, of_scales, n, *formats
 
 
 def _format(param: Tensor, master: Tensor | None) -> Format:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from infinity.errors import ConfigError, ModelError
 from infinity.native import _adam
-from infinity.optim.cpu_adam import CPU, update_arguments
+from infinity.optim.cpu_adam import CPU, DTYPES, array_arguments
 from infinity.optim.moments import moment_from_fp32, moment_to_fp32, rounding_key, zero_moments
 from infinity.plan.formats import FORMATS, moments_in
 from infinity.rules import RULES, Hyper, MomentFormat
@@ -134,9 +134,10 @@ class CPUAdam(torch.optim.Optimizer):
             for group in self.param_groups:
                 hyper = _hyper(group)
                 scale = -grad_scale if group["maximize"] else grad_scale
+                native = _adam.Group(**hyper.arguments, grad_scale=scale)
                 for param in group["params"]:
                     if param.grad is not None:
-                        self._prepare(param, number, hyper, scale, prepared)
+                        self._prepare(param, number, native, prepared)
                     number += 1
         finally:
             prepared.perform(self.threads)
@@ -181,7 +182,7 @@ class CPUAdam(torch.optim.Optimizer):
 
     # -- one parameter -------------------------------------------------------------------------------------------------
 
-    def _prepare(self, param: Tensor, number: int, hyper: Hyper, grad_scale: float, prepared: _Prepared) -> None:
+    def _prepare(self, param: Tensor, number: int, group: _adam.Group, prepared: _Prepared) -> None:
         """Add the update of `param` to `prepared`."""
         _check(param)
         grad = param.grad
@@ -202,8 +203,8 @@ class CPUAdam(torch.optim.Optimizer):
         kept = None if extra is None else state[extra[0]]
         flat = param.contiguous()
         dense = grad.resolve_neg().contiguous()
-        given = update_arguments(CPU, flat, kept, dense, moments, scales, hyper)
-        prepared.updates.append(_adam.prepare(**given, grad_scale=grad_scale, step=step, key=self._key(number, step)))
+        arrays = array_arguments(CPU, flat, kept, dense, moments, scales, "adamw")
+        prepared.updates.append(group.prepare(*arrays, step, self._key(number, step)))
         prepared.params.append(param)
         prepared.steps.append(state["step"])
         if flat is not param or dense is not grad:  # copies, which live until this returns
@@ -298,12 +299,12 @@ def _check(param: Tensor) -> None:
             f"a parameter of shape {tuple(param.shape)} is a {type(param).__name__}: CPUAdam takes plain tensors, as "
             "param.to_local() is; use torch.optim.AdamW for it"
         )
-    if param.device.type != "cpu":
+    if not param.is_cpu:  # in a tenth of the time of `param.device`
         raise ModelError(
             f"a parameter of shape {tuple(param.shape)} is on {param.device}: CPUAdam works in host memory; move the "
             "model to the CPU, or use torch.optim.AdamW"
         )
-    if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if param.dtype not in DTYPES:
         raise ModelError(
             f"a parameter of shape {tuple(param.shape)} is {param.dtype}: CPUAdam takes torch.float32, torch.bfloat16 "
             "and torch.float16"

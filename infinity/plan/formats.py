@@ -108,7 +108,7 @@ def moment_kinds(rule: RuleName, moments: MomentFormat) -> tuple[StateKind, ...]
 def moments_in(rule: RuleName, states: Mapping[str, T]) -> tuple[list[T], list[T]]:
     """Return (moments, scales) from states by name. scales is empty unless moments are 8-bit."""
     names = RULES[rule].moments
-    if f"{names[0]}_8bit" not in states:
+    if names[0] in states:
         return [states[name] for name in names], []
     return [states[f"{name}_8bit"] for name in names], [states[f"{name}_scale"] for name in names]
 

@@ -30,15 +30,24 @@ def test_number_of_threads(make: Callable[..., Any], format: str, threads: int) 
     whole.copy().call(threads=threads).assert_same(whole.copy().call(threads=1))
 
 
+def prepared(problem: Any) -> _adam.Update:
+    """Return an update of the problem with `HYPER`, from the first element on."""
+    arrays, hyper = problem.arguments(), dict(HYPER)
+    step, key = (hyper.pop(name) for name in ("step", "key"))
+    del hyper["first"]
+    names = ("param", "master", "grad", "moments", "scales", "n", "format", "grad_dtype", "moment_format")
+    return _adam.Group(arrays["rule"], **hyper).prepare(*(arrays[name] for name in names), step, key)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_updates_together(make: Callable[..., Any], format: str, moments: str, threads: int) -> None:
     """Arrays have many sizes, 0 among them."""
     sizes = 0, 1, N, 300, 0, 65_536, 32_768, 0
     wholes = [make(format, "bf16", n, moments=moments, seed=seed) for seed, n in enumerate(sizes)]
     together = [whole.copy() for whole in wholes]
-    _adam.update_all([_adam.prepare(**one.arguments(), **HYPER) for one in together], threads)
+    _adam.update_all([prepared(one) for one in together], threads)
     for one, whole in zip(together, wholes, strict=True):
-        one.assert_same(whole.call(threads=1))
+        one.assert_same(whole.call(threads=1, first=0))
         one.assert_guards()
 
 
@@ -51,12 +60,12 @@ def test_updates_together_that_share_memory_take_turns(make: Callable[..., Any],
         second.arrays["param" if shared == "param" else "grad"] = first.arrays["param"]
     before = {name: array.copy() for one in (first, second) for name, array in named(one)}
     for one in (first, second):
-        one.call()
+        one.call(first=0)
     expected = {name: array.copy() for one in (first, second) for name, array in named(one)}
     for one in (first, second):
         for name, array in named(one):
             array[:] = before[name]
-    _adam.update_all([_adam.prepare(**one.arguments(), **HYPER) for one in (first, second)], 4)
+    _adam.update_all([prepared(one) for one in (first, second)], 4)
     for one in (first, second):
         for name, array in named(one):
             assert np.array_equal(array, expected[name])
