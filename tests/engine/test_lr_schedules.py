@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.engine import lr_schedules, schedules
+from infinity.engine import schedules
 from infinity.engine.schedules.client import make_scheduler
 from infinity.engine.schedules.formulas import Warmup
 from infinity.errors import ConfigError, UsageError
@@ -156,7 +156,3 @@ def test_config_and_classes_share_the_formula(name: str, kind: str, monkeypatch:
     monkeypatch.setattr(Warmup, "rise", lambda self, iteration: 0.25)
     config, classes = both()
     assert set(config[:6]) == set(classes[1:]) == {0.25e-3}
-
-
-def test_former_module_has_the_same_classes() -> None:
-    assert all(getattr(lr_schedules, name) is getattr(schedules, name) for name in schedules.__all__)
