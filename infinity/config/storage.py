@@ -40,7 +40,8 @@ class ZeroOptimization(Section):
 
     stage: Literal[0, 1, 2, 3] = 3
     """ZeRO stage: which states are sharded over ranks. 0: none; 1: optimizer states; 2: also gradients; 3: also
-    parameters. Parameters may be offloaded in stage 3 only; below it, they stay on the device that computes."""
+    parameters. Parameters may be offloaded in stage 3 only; below it, they stay on the device that computes. If
+    optimizer states are on cpu, an accelerator's parameters are also in host memory, where updates change them."""
 
     offload_param: Offload = Offload.model_construct()
     """Tier of the parameters."""
