@@ -171,15 +171,26 @@ PYBIND11_MODULE(_adam, m) {
     py::class_<UpdateCall>(m, "Update", py::module_local(), "A validated update, which `update_all` performs.");
     // Positional arguments, since a call with 23 names takes pybind11 longer than a small update.
     py::class_<Group>(m, "Group", py::module_local(), "Hyper-parameters that several updates share.")
-        .def(py::init([](const std::string& rule, double lr, double beta1, double beta2, double eps,
-                         double weight_decay, double momentum, double dampening, double lr_decay, bool nesterov,
-                         double grad_scale) {
-                 return Group{rule, {Rule{}, lr, beta1, beta2, eps, weight_decay, grad_scale, momentum, dampening,
-                                     lr_decay, nesterov, 0, {}}};
-             }),
-             "rule"_a, py::kw_only(), "lr"_a, "beta1"_a = 0.9, "beta2"_a = 0.999, "eps"_a = 1e-8,
-             "weight_decay"_a = 0.0, "momentum"_a = 0.0, "dampening"_a = 0.0, "lr_decay"_a = 0.0,
-             "nesterov"_a = false, "grad_scale"_a = 1.0)
+        .def(
+            py::init([](const std::string& rule, double lr, double beta1, double beta2, double eps, double weight_decay,
+                        double momentum, double dampening, double lr_decay, bool nesterov, double grad_scale) {
+                return Group{rule,
+                             {Rule{},
+                              lr,
+                              beta1,
+                              beta2,
+                              eps,
+                              weight_decay,
+                              grad_scale,
+                              momentum,
+                              dampening,
+                              lr_decay,
+                              nesterov,
+                              0,
+                              {}}};
+            }),
+            "rule"_a, py::kw_only(), "lr"_a, "beta1"_a = 0.9, "beta2"_a = 0.999, "eps"_a = 1e-8, "weight_decay"_a = 0.0,
+            "momentum"_a = 0.0, "dampening"_a = 0.0, "lr_decay"_a = 0.0, "nesterov"_a = false, "grad_scale"_a = 1.0)
         .def("prepare", &py_prepare, "Validate an update, for `update_all`.");
     m.def("update_all", &py_update_all, "updates"_a, "threads"_a = 0, "isa"_a = "auto",
           "Perform prepared updates together, as if one after another.");
