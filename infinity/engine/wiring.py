@@ -216,7 +216,7 @@ def wire(
         pipeline = UpdatePipeline(update_buffers, kernel)
         trained = (unit.index for unit in units if unit.layout.trainable)
         in_tier = [index for index in trained if update_buffers.updated_in(index) == "tier"]
-        updating = UpdatingUnits(store, in_tier, plan.write_back)
+        updating = UpdatingUnits(store, in_tier, plan.written_late)
         runner = TrainingRunner(
             plan, schedule, updating, scope, device, ranks, backward, coming, collector, gradients, pipeline
         )

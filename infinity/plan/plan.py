@@ -29,7 +29,7 @@ from infinity.plan.policy import (
     update_schedule,
     updated_in_forward,
     used_in_place,
-    write_back,
+    written_late,
 )
 from infinity.plan.pools import (
     ACTIVATIONS,
@@ -66,7 +66,7 @@ class Plan:
     """Units whose updates may be drafts (`infinity.speculate`)."""
     in_place: frozenset[int]
     """Units that the model uses in their extent, without a buffer."""
-    write_back: frozenset[int]
+    written_late: frozenset[int]
     """Units whose parameters are written to their tier as they leave their buffer, and not with each update."""
     pools: tuple[PoolSpec, ...]
     prefetch_bytes: int
@@ -210,7 +210,7 @@ def make_plan(
         in_forward=updated_in_forward(layouts, config.infinity.forward_updates) if train else frozenset(),
         drafted=frozenset(),
         in_place=frozenset(),
-        write_back=frozenset(),
+        written_late=frozenset(),
         pools=(),
         prefetch_bytes=0,
         cached_bytes=0,
@@ -270,7 +270,9 @@ def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster, 
     moved, left = discovered.without(in_place), [layout for layout in layouts if layout.index not in in_place]
     late = frozenset[int]()
     if bare.update is not None and not config.infinity.durable:  # each commit has the parameters of its step
-        late = write_back(layouts, placement, rules, device) - drafts.units  # a draft needs those of before in the tier
+        late = (
+            written_late(layouts, placement, rules, device) - drafts.units
+        )  # a draft needs those of before in the tier
     order = {"repeats": bare.update is None, "leaves_late": not device.host_addressable}
     units, prefetch_bytes = unit_pool(config, moved, left, rules, room, **order)
     return replace(
@@ -278,7 +280,7 @@ def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster, 
         placement=placement,
         drafted=drafts.units,
         in_place=in_place,
-        write_back=late,
+        written_late=late,
         pools=(units, *pools),
         prefetch_bytes=prefetch_bytes,
         cached_bytes=0 if rules.resident else cached_bytes(config, left),

@@ -168,8 +168,8 @@ def policy(config: Config, accumulation: int, ranks: RankInfo, device: DeviceInf
     zero = config.zero_optimization
     sharding = Sharding.of(zero.stage)
     param_tier, optim_tier = (TierKind.of_config(x.device) for x in (zero.offload_param, zero.offload_optimizer))
-    # The device has parameters that stay there in buffers, so a copy beside the optimizer states costs it nothing, and
-    # an update moves them once: to the buffer.
+    # Buffers keep the parameters on the device, so their tier can be that of the optimizer states. An update then
+    # copies them once, to the buffer [Note: parameters below stage 3].
     if not sharding.params and optim_tier.in_host_memory and not device.host_addressable:
         param_tier = optim_tier
     summed = accumulation > 1 or not config.managed_gradient_accumulation or config.infinity.accumulation_buffers
@@ -216,7 +216,7 @@ def used_in_place(placement: Placement, ranks: RankInfo, device: DeviceInfo) -> 
     )
 
 
-def write_back(
+def written_late(
     layouts: Sequence[UnitLayout], placement: Placement, rules: Policy, device: DeviceInfo
 ) -> frozenset[int]:
     """Return the units whose updates leave the parameters in the unit's buffer. They are written to their tier as the

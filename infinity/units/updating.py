@@ -19,13 +19,13 @@ from infinity.update.job import PlacedUpdate, UpdateJob
 class UpdatingUnits:
     """The units of `store`, as far as updates take their buffers. `TrainingRunner` says when."""
 
-    def __init__(self, store: UnitStore, in_tier: Collection[int], write_back: Collection[int]) -> None:
+    def __init__(self, store: UnitStore, in_tier: Collection[int], written_late: Collection[int]) -> None:
         """in_tier: units whose update begins from their parameters in their tier, not from those in their buffer.
-        write_back: units whose update leaves its result in the buffer (`Plan.write_back`).
+        written_late: units whose update leaves its result in the buffer (`Plan.written_late`).
         """
         self.store = store
         self._in_tier = frozenset(in_tier)
-        self._write_back = frozenset(write_back)
+        self._written_late = frozenset(written_late)
 
     def assign(self, unit: Unit) -> None:
         """Assign a buffer to a released unit, for an update that fills it."""
@@ -81,7 +81,7 @@ class UpdatingUnits:
             after = unit.update.done if job.gate is DONE else Together(job.gate, unit.update.done)
         fetched = unit.fetched
         unit.note_read(DONE)
-        writes = unit.index not in self._write_back
+        writes = unit.index not in self._written_late
         unit.begin_update(job.progress, early=early, writes=writes)
         # A buffer that is released at once gets no copy of the result: the next fetch reads the tier.
         target = None if leaves else unit.shard_bytes(store.ranks.shard_rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
-from itertools import chain, combinations, pairwise
+from itertools import chain, combinations, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -295,9 +295,12 @@ def test_frozen_units_stay_on_a_device_after_trained_ones(optim: str) -> None:
 
 
 def test_a_share_of_the_optimizer_states_on_the_device_is_counted_in_elements(tmp_path: Path) -> None:
-    """DeepSpeed's `ratio`: the share that the host updates. It needs no limit, and places no parameters."""
-    content = engine_config("cpu", "cpu", unit_size=4096).model_dump()
-    for late in (True, False):
+    """DeepSpeed's `ratio`: the share that the host updates. It needs no limit, and places no parameters in stage 3.
+
+    Below it, parameters are beside their optimizer states.
+    """
+    for late, stage in product((True, False), (2, 3)):
+        content = engine_config("cpu" if stage == 3 else "none", "cpu", stage=stage, unit_size=4096).model_dump()
         seam = LateDevice() if late else CpuDevice()
         for ratio in (0.0, 0.3, 0.75, 1.0):
             section = {"unit_size": 4096, "memory": {"device": "1GiB"}} if ratio == 1.0 else {"unit_size": 4096}
@@ -309,7 +312,8 @@ def test_a_share_of_the_optimizer_states_on_the_device_is_counted_in_elements(tm
             there = sum(plan.units[unit].shard_numel for unit in on_device(plan, State.OPTIM))
             asked = (1 - ratio) * whole if late else 0
             assert asked - max(unit.shard_numel for unit in plan.units) < there <= asked
-            assert not on_device(plan, State.PARAM)
+            if late:
+                assert on_device(plan, State.PARAM) == ([] if stage == 3 else on_device(plan, State.OPTIM))
 
 
 def test_a_share_that_the_device_cannot_hold_is_refused_with_the_missing_bytes(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_units_whose_tier_is_read_are_written_by_updates(
     given = {**RESIDENT, **options}
     device = LateDevice() if given.pop("late", False) else None
     with open_engine(seeded(Stack), engine_config(**given, folder=tmp_path), device) as engine:
-        assert not engine.parts.plan.write_back
+        assert not engine.parts.plan.written_late
         train(engine, BATCHES[:1])
         assert not any(unit.is_dirty for unit in engine.units)
 
