@@ -222,13 +222,12 @@ def written_late(
     """Return the units whose updates leave the parameters in the unit's buffer. They are written to their tier as the
     unit leaves the buffer, and not with each update [Note: write-back].
     """
-    if not rules.resident:
-        return frozenset()
     # An edit of 16-bit parameters is found by comparison with the tier, which must have the last update's.
     return frozenset(
         layout.index
         for layout in layouts
-        if layout.trainable
+        if rules.resident
+        and layout.trainable
         and layout.dtype == torch.float32
         and updated_in(placement, layout.index, host_addressable=device.host_addressable) == "buffer"
     )
