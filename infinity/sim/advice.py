@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from infinity.errors import InfinityError, ModelError, UsageError
 from infinity.plan.placement import State
+from infinity.plan.policy import speculates
 from infinity.sim.needs import Needs, kept_by_auto
 from infinity.sim.simulate import Simulation
 from infinity.sizes import show_bytes
@@ -100,6 +101,22 @@ def split_updates(again: Again, config: Config, backward: Simulation) -> Iterato
         yield (
             f"infinity.forward_updates {found:g} keeps the drive busy during forward: {shortest:.3g} s in place of "
             f"{backward.seconds:.3g} s"
+        )
+
+
+def drafts(again: Again, config: Config, waiting: Simulation) -> Iterator[str]:
+    """Yield a limit of host memory with room for second slots, if a simulated step with drafts is shorter and fits.
+
+    waiting: a step whose updates wait for the norm of all gradients.
+    """
+    memory = config.infinity.memory
+    if not speculates(config) or waiting.plan.drafted or memory.host is not None:
+        return
+    seen, needs = again(_with(config, memory=memory.model_copy(update={"host": "auto"})))
+    if seen.plan.drafted and not needs.limits and seen.seconds < (1 - _EXPOSED) * waiting.seconds:
+        yield (
+            'infinity.memory.host "auto" has room for second slots, so that backward updates units before the norm is '
+            f"known: {seen.seconds:.3g} s in place of {waiting.seconds:.3g} s"
         )
 
 

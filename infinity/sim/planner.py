@@ -20,7 +20,7 @@ from infinity.errors import ConfigError
 from infinity.observe.timeline import LANES
 from infinity.plan.plan import Plan
 from infinity.plan.policy import compute_dtype
-from infinity.sim.advice import Wear, faster, longer, split_updates, wear_of, whole_step
+from infinity.sim.advice import Wear, drafts, faster, longer, split_updates, wear_of, whole_step
 from infinity.sim.device import DeviceFacts, Times
 from infinity.sim.gpt2 import PlannedModel
 from infinity.sim.machine import Links, Machine
@@ -126,6 +126,7 @@ def predict(
             if not train_batch:
                 found += whole_step(again, config, simulation)
                 found += split_updates(again, config, simulation)
+                found += drafts(again, config, simulation)
         if wear is not None:
             found += longer(wear, partial(again, train_batch=train_batch), config, machine.ranks_per_node)
         if simulation.ordinary:

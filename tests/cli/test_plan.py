@@ -400,6 +400,40 @@ def test_train_batch_is_advised_where_its_simulated_step_is_shorter(
     assert not any("engine.train_batch" in line for line in whole["advice"])
 
 
+@pytest.mark.parametrize("clip, gpus", [(1.0, 1), (0.0, 1), (1.0, 0)])
+def test_room_for_drafts_is_advised_where_they_shorten_the_step(
+    rates: Path, tmp_path: Path, clip: float, gpus: int
+) -> None:
+    """With clipping beside an accelerator, on which the model computes somewhat longer than the host updates."""
+    free = {"wakeup_latency": 0, "unit_overhead": 0, "launch_overhead": 0}
+    links = dict.fromkeys(("host_to_device", "device_to_host"), 1e10)
+    rates.write_text(json.dumps(RATES | links | free | {"memory": 2e9, "flops": {"bfloat16": 3.5e10}}))
+    file = tmp_path / "engine.json"
+
+    def prediction(**keys: Any) -> dict[str, Any]:
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "bf16": {"enabled": True},
+            "gradient_clipping": clip,
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "infinity": {"unit_size": "64KiB", **keys},
+        }
+        file.write_text(json.dumps(config))
+        shape = ("--num-layers", "16", *SHAPE[2:])
+        device = ("--gpus", str(gpus), "--device-memory", "1GiB") if gpus else ()
+        return planned(*shape, *device, *MEMORY, "--config", file, "--bandwidths", rates)
+
+    before = prediction()
+    advised = [line for line in before["advice"] if "second slots" in line]
+    if clip and gpus:
+        after = prediction(memory={"host": "auto"})
+        seconds = [f"{each['step']['seconds']:.3g} s" for each in (after, before)]
+        assert len(advised) == 1 and advised[0].endswith(" in place of ".join(seconds))
+        assert not any("second slots" in line for line in after["advice"])
+    else:
+        assert not advised
+
+
 @pytest.mark.parametrize("update, bandwidth", [("auto", 2.5e9), ("auto", 1e12), ("next_forward", 2.5e9)])
 def test_updates_in_forward_are_advised_where_they_shorten_the_step(
     rates: Path, tmp_path: Path, update: str, bandwidth: float
