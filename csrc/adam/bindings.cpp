@@ -28,6 +28,8 @@ const Kernels& to_kernels(const std::string& isa) {
     throw py::value_error("isa '" + isa + "' is not available on this machine: pass one of " + names);
 }
 
+// Hyper-parameters that several updates share. A call with 23 names takes pybind11 longer than a small update takes, so
+// they are converted once, and `py_prepare` has positional arguments.
 struct Group {
     std::string rule;
     Hyper hyper;
@@ -169,25 +171,13 @@ PYBIND11_MODULE(_adam, m) {
     m.doc() = "Optimizer steps over flat arrays in host memory, passed by address.";
     install_fork_handler();
     py::class_<UpdateCall>(m, "Update", py::module_local(), "A validated update, which `update_all` performs.");
-    // Positional arguments, since a call with 23 names takes pybind11 longer than a small update.
     py::class_<Group>(m, "Group", py::module_local(), "Hyper-parameters that several updates share.")
         .def(
             py::init([](const std::string& rule, double lr, double beta1, double beta2, double eps, double weight_decay,
                         double momentum, double dampening, double lr_decay, bool nesterov, double grad_scale) {
-                return Group{rule,
-                             {Rule{},
-                              lr,
-                              beta1,
-                              beta2,
-                              eps,
-                              weight_decay,
-                              grad_scale,
-                              momentum,
-                              dampening,
-                              lr_decay,
-                              nesterov,
-                              0,
-                              {}}};
+                const Hyper hyper{Rule{},    lr,       beta1,    beta2, eps, weight_decay, grad_scale, momentum,
+                                  dampening, lr_decay, nesterov, 0,     {}};
+                return Group{rule, hyper};
             }),
             "rule"_a, py::kw_only(), "lr"_a, "beta1"_a = 0.9, "beta2"_a = 0.999, "eps"_a = 1e-8, "weight_decay"_a = 0.0,
             "momentum"_a = 0.0, "dampening"_a = 0.0, "lr_decay"_a = 0.0, "nesterov"_a = false, "grad_scale"_a = 1.0)

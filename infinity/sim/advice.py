@@ -109,8 +109,8 @@ def drafts(again: Again, config: Config, waiting: Simulation) -> Iterator[str]:
 
     waiting: a step whose updates wait for the norm of all gradients.
     """
-    memory = config.infinity.memory
-    if not speculates(config) or waiting.plan.drafted or memory.host is not None:
+    plan, memory = waiting.plan, config.infinity.memory
+    if plan.device.host_addressable or plan.drafted or memory.host is not None or not speculates(config):
         return
     seen, needs = again(_with(config, memory=memory.model_copy(update={"host": "auto"})))
     if seen.plan.drafted and not needs.limits and seen.seconds < (1 - _EXPOSED) * waiting.seconds:
