@@ -269,10 +269,9 @@ def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster, 
     in_place = used_in_place(placement, ranks, device) if bare.update is None else frozenset[int]()
     moved, left = discovered.without(in_place), [layout for layout in layouts if layout.index not in in_place]
     late = frozenset[int]()
-    if bare.update is not None and not config.infinity.durable:  # each commit has the parameters of its step
-        late = (
-            written_late(layouts, placement, rules, device) - drafts.units
-        )  # a draft needs those of before in the tier
+    # Each commit has the parameters of its step, and a draft needs those of before in the tier.
+    if bare.update is not None and not config.infinity.durable:
+        late = written_late(layouts, placement, rules, device) - drafts.units
     order = {"repeats": bare.update is None, "leaves_late": not device.host_addressable}
     units, prefetch_bytes = unit_pool(config, moved, left, rules, room, **order)
     return replace(

@@ -12,10 +12,13 @@ import torch
 import infinity
 from conftest import OpenEngine
 from infinity.engine.training import TrainingEngine
+from infinity.plan import drafts
+from infinity.schedule import speculation
+from infinity.tier_kind import TierKind
 from support.beside import SCHEDULES, EngineLoop, assert_same_story, training
 from support.configs import engine_config
 from support.late_device import LateDevice
-from support.loops import open_engine, parameters_of, train, trained
+from support.loops import Result, assert_same, open_engine, parameters_of, train, trained
 from support.models import Stack, seeded, token_batches
 
 BATCHES = token_batches(4)
@@ -68,6 +71,24 @@ def test_units_whose_tier_is_read_are_written_by_updates(
         assert not engine.parts.plan.written_late
         train(engine, BATCHES[:1])
         assert not any(unit.is_dirty for unit in engine.units)
+
+
+def test_a_draft_that_is_taken_back_leaves_the_parameters_of_before(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(drafts, "_room", lambda *_: dict.fromkeys(TierKind, float("inf")))
+    monkeypatch.setattr(speculation, "PATIENCE", 0)
+    results = []
+    for speculate in (False, "auto"):
+        options = {**RESIDENT, "optim": "nvme", "stage": 1, "clip": 1.0, "speculate": speculate, "folder": tmp_path}
+        with open_engine(seeded(Stack), engine_config(**options)) as engine:
+            plan, losses = engine.parts.plan, []
+            assert bool(plan.drafted) == bool(speculate) and not plan.drafted & plan.written_late
+            for number, batch in enumerate(token_batches(8)):
+                loss = engine(*batch) * (1e3 if number % 3 == 2 else 1e-3)
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            results.append(Result(losses, engine.state_dict()))
+    assert_same(*results)
 
 
 # -- reads, edits and saves after each step ----------------------------------------------------------------------------
