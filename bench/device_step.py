@@ -135,7 +135,7 @@ def _counters(loop: Any) -> dict[str, float]:
     found["host_to_device"] = float(getattr(loop.device, "to_device", 0))
     found |= {"nvme_read": float(now.nvme_bytes_read), "nvme_write": float(now.nvme_bytes_written)}
     if policy.tier_of(State.OPTIM) != "device":  # its records and the parameters are read and written, gradients read
-        record = policy.states(loop.engine.units[0].layout.dtype).bytes_per_element
+        record = policy.states(loop.engine.units[0].layout).bytes_per_element
         found["memory"] = (2 * (record + 2) + 2) * now.updated_elements
     return found
 

@@ -132,5 +132,9 @@ class RanksError(InfinityError):
     """
 
 
+class UpdateError(InfinityError):
+    """An optimizer class failed in the update of a parameter. Other parameters of the step may be updated."""
+
+
 class UsageError(InfinityError):
     """Calls in an order that has no meaning: `step()` without `backward()`, any call of the engine after `close()`."""

@@ -249,6 +249,10 @@ class Hyper:
             "nesterov": self.nesterov,
         }
 
+    def changed(self, other: Any) -> list[str]:
+        """Return the keys whose values differ from those of another time, `other`."""
+        return [name for name in RULES[self.rule].keys if getattr(self, name) != getattr(other, name)]
+
     def by_key(self) -> dict[str, Any]:
         """Return key → value, for a param_group of the rule."""
         return {name: getattr(self, name) for name in RULES[self.rule].keys}

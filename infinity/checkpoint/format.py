@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
@@ -22,7 +21,6 @@ from infinity.comm.dtensor import is_dense, local
 from infinity.errors import CheckpointError
 from infinity.inputs import is_file_name, member, parse_json, read_input
 from infinity.plan.formats import StateKind, moment_kinds
-from infinity.plan.layout import Slot
 from infinity.rules import MomentFormat, RuleName
 from infinity.units.compiled import own_name
 
@@ -35,6 +33,8 @@ SHARDED_VERSION = 5
 """Version of a checkpoint whose states are in files of ranks (`infinity.checkpoint.committed`)."""
 ALIASES_VERSION = 6
 """Version of a checkpoint of a model with shared parameters or buffers, whose further names the index holds."""
+RULES_VERSION = 7
+"""Version of a checkpoint with states of rules in Python, which the index lists for each parameter."""
 _READ_TOO = (1, 2, 3)
 """Older versions that are readable. 1 does not record that its moments are fp32, 2 has no checksums and no RNG states,
 3 has no checksum of the index itself.
@@ -54,6 +54,19 @@ _CHECKS: dict[str, Any] = {"strict": True, "extra": "forbid"}
 """For pydantic, which compares the content of an index with the annotations here."""
 
 
+SavedStatesOf = tuple[tuple[str, str, tuple[int, ...]], ...]
+"""Name, dtype and shape of each state of a parameter that a rule in Python updates."""
+
+
+def own_states(kinds: Sequence[StateKind]) -> SavedStatesOf:
+    """Return the entry of the states `kinds`, of which the first is the master."""
+    return tuple((kind.name, _name_of(kind.dtype), kind.shape or ()) for kind in kinds[1:])
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class Entry:
     """Index entry of a parameter. dtype: the one it computes in. file: holds its states. step: number of updates."""
@@ -67,6 +80,8 @@ class Entry:
     step: int
     group: int | None = None
     """Number of its param_group; -1 for none. None: not recorded, as in checkpoints of other libraries."""
+    states: SavedStatesOf | None = None
+    """Its states if a rule in Python updates it; None: those of the native rule `Index.rule`."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -109,18 +124,29 @@ class Index:
     """
     aliases: dict[str, str] = field(default_factory=dict)
     """Further name of a shared parameter or buffer → the name under which it is saved."""
+    rule: str = ""
+    """Native rule of the entries without `states`; empty: `optimizer`, which has no entry with them."""
 
     def kinds(self, name: str) -> tuple[StateKind, ...]:
         """Return a parameter's saved tensors: fp32 master and moments if trained, else the parameter itself."""
         entry = self.parameters[name]
         if not entry.trainable:
             return (StateKind("param", entry.torch_dtype),)
-        rule = cast(RuleName, self.optimizer.lower())
+        if entry.states is not None:
+            own = (StateKind(name, _DTYPES[dtype], shape=shape) for name, dtype, shape in entry.states)
+            return (StateKind("master", torch.float32), *own)
+        rule = cast(RuleName, (self.rule or self.optimizer).lower())
         return (StateKind("master", torch.float32), *moment_kinds(rule, self.moments))
 
     def to_json(self) -> str:
         content = json.loads(json.dumps(asdict(self)))  # keys become strings, as they will be read
         version = ALIASES_VERSION if self.aliases else SHARDED_VERSION if self.shards else VERSION
+        if self.rule:
+            version = RULES_VERSION
+        else:
+            del content["rule"]
+            for entry in content["parameters"].values():
+                del entry["states"]
         if version < ALIASES_VERSION:
             del content["aliases"]
         if version < SHARDED_VERSION:
@@ -163,16 +189,6 @@ def layout_file(number: int) -> str:
     return f"layout-{number:05d}.json"
 
 
-def shape_of(kind: StateKind, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape in which a state is saved: the parameter's, or (scales,) for scales of a block format."""
-    return shape if kind.per == 1 else (kind.length(prod(shape)),)
-
-
-def view(kind: StateKind, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
-    """Return a view of a parameter's part of the unit's flat tensor, in its saved shape."""
-    return flat[kind.part(slot.offset, slot.stop)].view(shape_of(kind, slot.shape))
-
-
 def read_index(folder: Path) -> Index:
     """Return the index of the checkpoint in `folder`. Raises CheckpointError if it is missing or damaged.
 
@@ -191,9 +207,9 @@ def read_index(folder: Path) -> Index:
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise CheckpointError(f"{path} is not the index of an Infinity checkpoint")
     version = content.pop("version", None)
-    if version not in (ALIASES_VERSION, SHARDED_VERSION, VERSION, *_READ_TOO):
+    if version not in (RULES_VERSION, ALIASES_VERSION, SHARDED_VERSION, VERSION, *_READ_TOO):
         raise CheckpointError(
-            f"{path} has format version {version!r:.40}, this Infinity reads up to {ALIASES_VERSION}: use a newer "
+            f"{path} has format version {version!r:.40}, this Infinity reads up to {RULES_VERSION}: use a newer "
             "Infinity"
         )
     crc32 = content.pop("crc32", None)
@@ -219,10 +235,15 @@ def _checker() -> TypeAdapter[Index]:
 def _problems(index: Index, *, has_checksums: bool) -> Iterator[str]:
     """Yield what the types of fields do not show. has_checksums: the version has a checksum of every file."""
     yield from (f"the file name {file!r}" for file in index.file_bytes if not is_file_name(file))
-    if index.parameters and index.optimizer.lower() not in get_args(RuleName):
-        yield f"the optimizer, which is {index.optimizer!r:.40}"
+    if index.parameters and (index.rule or index.optimizer).lower() not in get_args(RuleName):
+        yield f"the optimizer, which is {(index.rule or index.optimizer)!r:.40}"
+    for name, entry in index.parameters.items():
+        for state, dtype, _ in entry.states or ():
+            if dtype not in _DTYPES:
+                yield f"the dtype of {state} of {name!r}, which is {dtype!r:.40}"
     counts = [index.global_steps, index.skipped_steps, *index.file_bytes.values(), *index.file_crc32.values()]
     counts += [count for entry in index.parameters.values() for count in (*entry.shape, entry.step)]
+    counts += [n for entry in index.parameters.values() for *_, shape in entry.states or () for n in shape]
     yield from (f"a count, which is {count}" for count in counts if not 0 <= count < 1 << 63)
     yield from (f"the name {alias!r}, twice" for alias in index.aliases if alias in index.parameters)
     if BUFFERS not in index.file_bytes:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from infinity.checkpoint import rng
-from infinity.checkpoint.format import Entry, persistent_buffers, shape_of, view
+from infinity.checkpoint.format import Entry, SavedStatesOf, own_states, persistent_buffers
 from infinity.checkpoint.saved import SavedStates
 from infinity.checkpoint.snapshot import ModelParts, Run, block_problem, check_settings
 from infinity.comm.dtensor import is_distributed
@@ -20,7 +20,7 @@ from infinity.optim.moments import convert_moments, rounding_key
 from infinity.plan.formats import StateKind
 from infinity.plan.layout import Slot, UnitLayout
 from infinity.tiers.memory import return_freed_memory
-from infinity.units.states import Flats, flat_tensor
+from infinity.units.states import Flats
 from infinity.units.unit import Unit
 
 
@@ -87,15 +87,17 @@ class Loading:
     def _read(self, unit: Unit) -> Flats:
         """Return the unit's states: the present ones, in which those of saved parameters are replaced."""
         layout, states = unit.layout, self._parts.states
-        kinds = states.kinds(layout)
-        if all(map(self._entry, layout.slots)) and (self._optimizer or len(kinds) == 1):  # nothing of them stays
-            flats = {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
+        # Nothing of the present states stays.
+        if all(map(self._entry, layout.slots)) and (self._optimizer or not layout.trainable):
+            flats = states.empty(layout)
         else:
             flats = states.read(layout)
-        for slot, parameter in zip(layout.slots, unit.parameters, strict=True):
+        for number, (slot, parameter) in enumerate(zip(layout.slots, unit.parameters, strict=True)):
             if (entry := self._entry(slot)) is None:
                 continue
-            local = {kind.name: view(kind, slot, flats[kind.name]) for kind in kinds}
+            updates = entry.step if self._optimizer else unit.steps[number]
+            kinds = states.kinds(layout, number, updates)
+            local = states.of_slot(layout, flats, number, updates)
             if self._optimizer:
                 self._read_states(layout, slot, parameter, entry, kinds, local)
             else:
@@ -116,8 +118,9 @@ class Loading:
         assert run is not None
         saved, whole = self._saved.read(piece, index.kinds(piece.name)), local
         if is_distributed(parameter):
-            whole = {kind.name: torch.zeros(shape_of(kind, entry.shape), dtype=kind.dtype) for kind in kinds}
-        if not layout.trainable or (saved.keys() == whole.keys() and index.moments == run.config.infinity.moments):
+            whole = {kind.name: torch.zeros(kind.shape_in(entry.shape), dtype=kind.dtype) for kind in kinds}
+        same = saved.keys() == whole.keys() and index.moments == run.config.infinity.moments
+        if not layout.trainable or slot.record is not None or same:
             for name, target in whole.items():
                 target.copy_(saved[name])
         else:
@@ -188,6 +191,17 @@ class Loading:
                 f"{present[name]} here ({len(moved)} parameters differ). Pass the groups in the same order, or "
                 "load_optimizer_states=False"
             )
+        slots = [
+            slot for layout in (u.layout for u in self._parts.units if u.layout.trainable) for slot in layout.slots
+        ]
+        for slot in slots:
+            entry = self._entry(slot)
+            expected = None if entry is None or slot.record is None else own_states(slot.record.kinds(entry.step))
+            if entry is not None and entry.states != expected:
+                raise CheckpointError(
+                    f"{folder} has other states of {slot.name} ({_named(entry.states)}) than this engine's optimizer "
+                    f"({_named(expected)}): use the same optimizer and groups, or load_optimizer_states=False"
+                )
         for name, piece in self._pieces.items():
             for kind in index.kinds(piece.name) if piece.name in index.parameters else ():
                 if problem := block_problem(name, piece, kind):
@@ -195,6 +209,13 @@ class Loading:
                         f"{folder} has 8-bit moments, and {problem}: use other tiles, a checkpoint with moments in "
                         "bf16 or fp32, or load_optimizer_states=False"
                     )
+
+
+def _named(states: SavedStatesOf | None) -> str:
+    """Return the states of an entry for an error."""
+    if states is None:
+        return "those of a native rule"
+    return ", ".join(name for name, _, _ in states) or "none"
 
 
 def match_buffers(

@@ -7,8 +7,9 @@ import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +21,10 @@ from infinity.native import _aio
 from infinity.optim.cpu_adam import join_master
 from infinity.plan.formats import MasterFormat, StateFormat, StateKind, state_format
 from infinity.plan.io import LARGEST_CHUNK, SMALLEST_CHUNK, Stripe
-from infinity.plan.layout import SLOT_ALIGNMENT, Slot, UnitLayout
+from infinity.plan.layout import SLOT_ALIGNMENT, Slot, UnitLayout, Window
 from infinity.plan.placement import CALLED, State
+from infinity.plan.records import Field, Record, States
+from infinity.plan.windows import RecordsFormat
 from infinity.rules import MomentFormat, RuleName
 from infinity.tiers.digests import PART as PART_READ, Digests, Read, digest_of
 from infinity.tiers.files import alignment, open_direct
@@ -41,9 +44,13 @@ class Stored:
 
     form: StateFormat
     tile: int
+    records: int = 0
+    """Bytes of the records of a shard, in an extent of rules in Python; 0: the extent is cut in tiles."""
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of the extent for a shard of `numel` elements."""
+        if self.records:
+            return self.records
         full, rest = divmod(numel, self.tile)
         return full * self.form.nbytes(self.tile) + self.form.nbytes(rest)
 
@@ -245,7 +252,8 @@ class Shards:
             rule, moments = cast(RuleName, first.layout["rule"]), cast(MomentFormat, first.layout["moments"])
             for unit in first.units:
                 formats = [state_format(unit.layout.dtype, master, rule, moments) for master in _MASTERS]
-                fits = not unit.layout.trainable or unit.stored[State.OPTIM].form in formats
+                has_records = bool(unit.layout.windows) or not unit.layout.trainable
+                fits = has_records or unit.stored[State.OPTIM].form in formats
                 _require(fits, f"the states of unit {unit.layout.name}")
             if any(_settings(each.layout) != _settings(first.layout) for each in ranks):
                 raise CheckpointError(
@@ -262,6 +270,8 @@ class Shards:
         """
         unit, slot = self.slots[name]
         stop = slot.numel if stop is None else stop
+        if slot.record is not None and (kind.name != "master" or slot.record.master is not None):
+            return self._recorded(unit, slot, kind, start, stop)
         if kind.name in unit.kinds:
             return self._stored(unit, slot, kind.name, start, stop)
         param = self._stored(unit, slot, "param", start, stop)
@@ -274,6 +284,22 @@ class Shards:
         numel = self.slots[name][1].numel
         for start in range(0, numel, PART):
             yield self.read(name, kind, start, min(start + PART, numel))
+
+    def _recorded(self, unit: SavedUnit, slot: Slot, kind: StateKind, start: int, stop: int) -> torch.Tensor:
+        """Return elements of a state of a rule in Python; of one with a shape of its own, all."""
+        assert slot.record is not None
+        try:
+            place = slot.record.field_of(kind)
+        except KeyError:
+            raise CheckpointError(f"{self.ranks[0].path.parent} has no {kind.name} of {slot.name}") from None
+        form = RecordsFormat(unit.layout)
+        shard, offset = divmod(form.places[unit.layout.slots.index(slot)], form.shard_nbytes)
+        first, count = (start, stop - start) if kind.shape is None else (0, prod(kind.shape))
+        values = torch.empty(count, dtype=kind.dtype)
+        target: memoryview = values.view(torch.uint8).numpy().data
+        offset += place.first + first * kind.dtype.itemsize
+        self.ranks[shard].read(unit.layout.index, State.OPTIM, offset, target)
+        return values
 
     def _stored(self, unit: SavedUnit, slot: Slot, name: str, start: int, stop: int) -> torch.Tensor:
         state, kind = unit.kinds[name]
@@ -304,7 +330,8 @@ def stripe_of(layout: Mapping[str, Any]) -> Stripe:
 def _settings(layout: Mapping[str, Any]) -> list[Any]:
     """Return what all ranks of a run have in common."""
     names = ("ranks", "model_parallel", "shards", "optimizer", "rule", "moments")
-    units = [[unit[name] for name in ("dtype", "trainable", "numel", "slots")] for unit in layout["units"]]
+    shared = ("dtype", "trainable", "numel", "slots", "windows", "records")
+    units = [[unit.get(name) for name in shared] for unit in layout["units"]]
     return [[layout[name] for name in names], units]
 
 
@@ -322,7 +349,11 @@ def well_formed(path: Path) -> Iterator[None]:
 def _unit(number: int, unit: Mapping[str, Any], shards: int) -> SavedUnit:
     slots = tuple(Slot(str(name), tuple(shape), offset, group) for name, shape, offset, group in unit["slots"])
     dtype, trainable, numel = _dtype(unit["dtype"]), bool(unit["trainable"]), int(unit["numel"])
-    layout = UnitLayout(number, unit["name"], slots, dtype, trainable, numel, shards, unit["first"])
+    windows = tuple(Window(*map(int, window)) for window in unit.get("windows", ()))
+    if windows:
+        records = (_record(slot, record) for slot, record in zip(slots, unit["records"], strict=True))
+        slots = tuple(replace(slot, record=record) for slot, record in zip(slots, records, strict=True))
+    layout = UnitLayout(number, unit["name"], slots, dtype, trainable, numel, shards, unit["first"], windows)
     _require(shards > 0 and numel > 0 and not numel % (shards * SLOT_ALIGNMENT), "the shards of a unit")
     end = 0
     for slot in slots:
@@ -336,8 +367,38 @@ def _unit(number: int, unit: Mapping[str, Any], shards: int) -> SavedUnit:
         _require(all(0 < kind.per <= SLOT_ALIGNMENT for kind in kinds), "the blocks of a state")
         tile = min(int(unit["tile"]), layout.shard_numel)
         _require(tile > 0 and not tile % SLOT_ALIGNMENT, "the tiles of a unit")
-        stored[State.OPTIM] = Stored(StateFormat(kinds), tile)
+        nbytes = 0
+        if windows:
+            _check_windows(layout)
+            nbytes = RecordsFormat(layout).shard_nbytes
+        stored[State.OPTIM] = Stored(StateFormat(kinds), tile, nbytes)
     return SavedUnit(layout, stored)
+
+
+def _record(slot: Slot, saved: Sequence[Any]) -> Record:
+    """Return the record of a slot, as `infinity.durable.manifest` describes it."""
+    has_master, shown, after = saved
+    fields = [
+        Field(str(name), _dtype(dtype), tuple(shape), first, is_number)
+        for name, dtype, shape, first, is_number in shown
+    ]
+    _require(all(type(n) is int and n >= 0 for each in fields for n in (*each.shape, each.first)), "a state")
+    _require(len(after) > 0, "the states of a parameter")
+    master = Field("master", torch.float32, slot.shape) if has_master else None
+    return Record(master, tuple(States(tuple(fields[n] for n in numbers)) for numbers in after))
+
+
+def _check_windows(layout: UnitLayout) -> None:
+    """Raise ValueError unless the windows cover each shard and each slot in order."""
+    end = last = 0
+    for window in layout.windows:
+        _require(window.start == end < window.stop and window.first == last <= window.last, "a window")
+        shard = window.start // layout.shard_numel
+        _require(window.stop <= (shard + 1) * layout.shard_numel, "a window")
+        for slot in layout.slots[window.first : window.last]:
+            _require(window.start <= slot.offset and slot.stop <= window.stop, "a window")
+        end, last = window.stop, window.last
+    _require(end == layout.numel and last == len(layout.slots), "the windows")
 
 
 def _dtype(name: object) -> torch.dtype:

@@ -8,6 +8,7 @@ import io
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from infinity.checkpoint.agree import target_of, together
 from infinity.checkpoint.archive import read_values
 from infinity.checkpoint.background import Saver, Saving
 from infinity.checkpoint.committed import Committed, check_space, copy_states
-from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Index, key, reason, shape_of, states_file, view
+from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Index, key, reason, states_file
 from infinity.checkpoint.snapshot import ModelParts, Run, Snapshot, capture, unit_file
 from infinity.checkpoint.tensors import Spec
 from infinity.checkpoint.writer import Writer
@@ -75,23 +76,27 @@ def write_states(
 def _values(
     snapshot: Snapshot, layout: UnitLayout, flats: Flats, states: UnitStates, channel: SideChannel
 ) -> list[_Value]:
-    """Return the states of a unit's parameters, complete on the rank that writes."""
+    """Return the states of a unit's parameters, complete on the rank that writes: the first of each parameter, the
+    second, …
+    """
+    held = []
+    for number, slot in enumerate(layout.slots):
+        if slot.name in snapshot.pieces:
+            piece = snapshot.pieces[slot.name]
+            updates = snapshot.index.parameters[piece.name].step
+            views = states.of_slot(layout, flats, number, updates)
+            held.append([(slot, piece, kind, views[kind.name]) for kind in states.kinds(layout, number, updates)])
     values = []
-    for kind in states.kinds(layout):
-        for slot in layout.slots:
-            if slot.name not in snapshot.pieces:
-                continue
-            piece, value = snapshot.pieces[slot.name], view(kind, slot, flats[kind.name])
-            if slot.name in snapshot.divided:
-                value = channel.join(value, snapshot.divided[slot.name], piece.shape)
-            values.append((kind, piece, value))
+    for slot, piece, kind, own in filter(None, chain(*zip_longest(*held))):
+        divided = snapshot.divided.get(slot.name)
+        values.append((kind, piece, own if divided is None else channel.join(own, divided, piece.shape)))
     return values
 
 
 def _write_tile(writer: Writer, index: Index, kind: StateKind, piece: Piece, values: torch.Tensor) -> None:
     """Write a tile's state into the file of its larger tensor."""
     entry, name = index.parameters[piece.name], piece.name
-    specs = {key(k.name, name): Spec(k.dtype, shape_of(k, entry.shape)) for k in index.kinds(name)}
+    specs = {key(k.name, name): Spec(k.dtype, k.shape_in(entry.shape)) for k in index.kinds(name)}
     file = writer.piecewise(entry.file, specs)
     if kind.per > 1:
         blocks = piece.blocks(kind.per)

@@ -19,7 +19,7 @@ from torch import nn
 from infinity.checkpoint import rng
 from infinity.checkpoint.archive import load_values
 from infinity.checkpoint.committed import open_shards
-from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Index, file_in, key, read_index, shape_of
+from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Index, file_in, key, read_index
 from infinity.checkpoint.rank_states import Shards
 from infinity.checkpoint.tensors import Spec, read_crc32, spec_of
 from infinity.comm.communicator import Communicator
@@ -60,7 +60,7 @@ def check_files(index: Index, folder: Path) -> None:
                 for name in names:
                     for kind in index.kinds(name):
                         stored = spec_of(tensors, key(kind.name, name))
-                        expected = Spec(kind.dtype, shape_of(kind, index.parameters[name].shape))
+                        expected = Spec(kind.dtype, kind.shape_in(index.parameters[name].shape))
                         if stored != expected:
                             raise CheckpointError(
                                 f"{folder / file}: {kind.name} of {name} is {stored.dtype} {list(stored.shape)}, but "
@@ -146,7 +146,7 @@ class CheckpointFolder:
             return {kind.name: _read_state(tensors, key(kind.name, piece.name), kind, piece) for kind in kinds}
 
     def _read_shards(self, piece: Piece, kind: StateKind) -> torch.Tensor:
-        whole = self._shards.read(piece.name, kind).view(shape_of(kind, self.index.parameters[piece.name].shape))
+        whole = self._shards.read(piece.name, kind).view(kind.shape_in(self.index.parameters[piece.name].shape))
         return whole[_place_of(kind, piece)].contiguous() if piece.place else whole
 
     @cached_property

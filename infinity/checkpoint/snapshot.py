@@ -15,13 +15,21 @@ import torch
 from torch import nn
 
 from infinity.checkpoint import rng
-from infinity.checkpoint.format import CLIENT_STATE, Entry, Index, Progress, aliases_of_buffers, buffers_in_memory
+from infinity.checkpoint.format import (
+    CLIENT_STATE,
+    Entry,
+    Index,
+    Progress,
+    aliases_of_buffers,
+    buffers_in_memory,
+    own_states,
+)
 from infinity.comm.communicator import Communicator
 from infinity.comm.dtensor import is_distributed
 from infinity.comm.side import Place, SideChannel
 from infinity.errors import CheckpointError, ModelError
 from infinity.nn.pieces import Piece, Pieces
-from infinity.plan.formats import StateKind
+from infinity.plan.formats import StateFormat, StateKind
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
 from infinity.schedule.schedule import Schedule
@@ -139,13 +147,15 @@ def capture(
     saved: dict[int, str] = {}
     for unit in parts.units:
         dtype = str(unit.layout.dtype).removeprefix("torch.")
-        for slot, parameter, step in zip(unit.layout.slots, unit.parameters, unit.steps, strict=True):
+        of_unit = zip(unit.layout.slots, unit.parameters, unit.steps, strict=True)
+        for number, (slot, parameter, step) in enumerate(of_unit):
             if leaves_out(parameter):
                 continue
             piece = pieces[slot.name] = found.of(slot.name, parameter)
             saved[id(parameter)] = piece.name
             file = f"tiled-{len(entries):05d}.safetensors" if piece.place else unit_file(unit.layout)
-            entry = Entry(piece.shape, dtype, unit.layout.trainable, file, step, slot.group)
+            states = None if slot.record is None else own_states(parts.states.kinds(unit.layout, number, step))
+            entry = Entry(piece.shape, dtype, unit.layout.trainable, file, step, slot.group, states)
             if entries.setdefault(piece.name, entry).step != step:
                 raise CheckpointError(f"tiles of {piece.name} had different numbers of updates: use all of them alike")
             if is_distributed(parameter):
@@ -157,6 +167,7 @@ def capture(
             file_bytes={},
             optimizer=run.config.optimizer.type,
             moments=run.config.infinity.moments,
+            rule=run.config.optimizer.rule if any(entry.states is not None for entry in entries.values()) else "",
             aliases={**_aliases(model, found, saved), **aliases_of_buffers(model)},
             **vars(run.progress),
         ),
@@ -195,12 +206,10 @@ def _aliases(model: nn.Module, found: Pieces, saved: Mapping[int, str]) -> dict[
     return {name: first for name, first in names if name != first}
 
 
-def check_tiles(
-    model: nn.Module, layouts: Iterable[UnitLayout], kinds: Callable[[torch.dtype], Iterable[StateKind]] | None
-) -> None:
+def check_tiles(model: nn.Module, layouts: Iterable[UnitLayout], states: Callable[[UnitLayout], object] | None) -> None:
     """Raise ModelError if tiles of a tensor differ in a property that checkpoints save once for the tensor.
 
-    kinds: dtype → the states of trained parameters; None for inference.
+    states: unit → format of the states of trained parameters; None for inference.
     """
     pieces, parameters = Pieces(model), dict(model.named_parameters())
     first: dict[str, tuple[str, dict[str, Any]]] = {}
@@ -214,6 +223,11 @@ def check_tiles(
                 raise ModelError(
                     f"{slot.name} is a DTensor and a tile of {piece.name}: shard nn.Linear instead of tiles"
                 )
+            if slot.record is not None:
+                raise ModelError(
+                    f"{slot.name} is a tile of {piece.name}, and its optimizer updates whole parameters, of which a "
+                    "tile is none: put tiles into a group of AdamW or another native rule, or do not tile the layer"
+                )
             shown = {"requires_grad": layout.trainable, "dtype": layout.dtype, "param_group": slot.group}
             name, expected = first.setdefault(piece.name, (slot.name, shown))
             if differs := [key for key in shown if shown[key] != expected[key]]:
@@ -221,7 +235,8 @@ def check_tiles(
                     f"{name} and {slot.name} are tiles of {piece.name}, of which a checkpoint saves one {differs[0]}, "
                     f"and they have {expected[differs[0]]} and {shown[differs[0]]}: treat them alike"
                 )
-            for kind in kinds(layout.dtype) if layout.trainable and kinds is not None else ():
+            form = states(layout) if layout.trainable and states is not None else None
+            for kind in form.states if isinstance(form, StateFormat) else ():
                 if problem := block_problem(slot.name, piece, kind):
                     raise ModelError(
                         f"infinity.moments is '8bit', and {problem}. Let max_bytes choose the rows of tiles, without "

@@ -143,6 +143,10 @@ class Infinity(Section):
     `model`: of all trainable parameters, as `clip_grad_norm_(model.parameters())`; `optimizer`: of those in its groups,
     as DeepSpeed does in stages 1 to 3 and with 16-bit parameters, and Lightning."""
 
+    optimizer: Literal["native", "torch"] = "native"
+    """Code that updates with AdamW, Adam, SGD and Adagrad. `native`: kernels on parts of parameters; `torch`: torch's
+    own step on whole parameters, with the bits of a plain loop, as for every other optimizer of torch.optim."""
+
     durable: Switch = False
     """Keep the states of every step, so that a killed run goes on from the last one with `engine.resume()` or
     `infinity resume`. Parameters and optimizer states, those in memory too, have two slots each in `nvme_path`/`run`:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast, get_args
 
-from pydantic import BeforeValidator, Field, create_model, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny, create_model, model_validator
 
 from infinity.config.fields import Beta, Count, CountOrZero, Number, Positive, Section, Share, Switch
-from infinity.rules import RULES, Rule, RuleName, rule_of_type
+from infinity.rules import RULES, Hyper, Rule, RuleName
 
 _TYPES: dict[str, Any] = {"number": Number, "positive": Positive, "betas": tuple[Beta, Beta], "switch": Switch}
 """Kind of a `Constant` → type of its key."""
@@ -41,6 +41,10 @@ class OptimizerSection(Section):
         """The name of the update rule in `infinity.rules`."""
         return cast("RuleName", self.type.lower())
 
+    def hyper(self) -> Hyper:
+        """Return the hyper-parameters of groups without their own."""
+        return Hyper(self.rule, **self.params.model_dump())
+
 
 def _section_of(rule: Rule) -> type[OptimizerSection]:
     """Return the section of a rule, whose keys are in its row of `infinity.rules.RULES`."""
@@ -65,6 +69,46 @@ def _section_of(rule: Rule) -> type[OptimizerSection]:
 SECTIONS: dict[RuleName, type[OptimizerSection]] = {rule.name: _section_of(rule) for rule in RULES.values()}
 """Name of a rule → its section."""
 
+
+class TorchParams(OptimizerParams):
+    """Arguments of the class, by its names. `lr` defaults as there."""
+
+    model_config = ConfigDict(extra="allow")
+
+    lr: Number | None = None  # type: ignore[assignment]
+    """Learning rate; by default that of the class."""
+
+
+class TorchOptimizer(OptimizerSection):
+    """An optimizer of torch.optim, which is applied to whole parameters (docs/optimizer.md)."""
+
+    type: Literal["Adadelta", "Adafactor", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop"]
+    """Name of the class in torch.optim. Muon updates matrices, and AdamW the other parameters, as in DeepSpeed."""
+
+    params: TorchParams = TorchParams.model_construct()
+    """Arguments of the class."""
+
+    @property
+    def rule(self) -> RuleName:
+        """The native rule of groups that are not of this class."""
+        return next(iter(RULES))
+
+    def hyper(self) -> Hyper:
+        """Return the hyper-parameters of groups without their own."""
+        return Hyper(self.rule)
+
+
+class MixedOptimizer(OptimizerSection):
+    """Optimizers that a script constructed, of which some have rules in Python."""
+
+    native: RuleName
+
+    @property
+    def rule(self) -> RuleName:
+        """The native rule of the other groups."""
+        return self.native
+
+
 # Pickle finds the classes of a config's sections by their names.
 for _section in SECTIONS.values():
     globals().update({model.__name__: model for model in (_section, type(_section.model_construct().params))})
@@ -75,14 +119,18 @@ def _named(value: object) -> object:
     if not isinstance(value, Mapping):
         return value
     kind = value.get("type", next(iter(RULES.values())).type)
-    known = rule_of_type(kind) if isinstance(kind, str) else None
-    return {**value, "type": kind if known is None else known.type}
+    if isinstance(kind, str):
+        names = [*(rule.type for rule in RULES.values()), *get_args(TorchOptimizer.model_fields["type"].annotation)]
+        kind = next((name for name in names if name.lower() == kind.lower()), kind)
+    return {**value, "type": kind}
 
 
 if TYPE_CHECKING:
     Optimizer: TypeAlias = OptimizerSection
 else:
-    Optimizer = Annotated[reduce(or_, SECTIONS.values()), Field(discriminator="type"), BeforeValidator(_named)]
+    Optimizer = SerializeAsAny[
+        Annotated[reduce(or_, SECTIONS.values()) | TorchOptimizer, Field(discriminator="type"), BeforeValidator(_named)]
+    ]
 
 
 class WarmupParams(Section):

@@ -34,10 +34,8 @@ def check_processes() -> None:
         )
 
 
-_MARKED = {rule.type: rule.marks for rule in RULES.values() if rule.marks}
-"""Optimizer whose update an engine has → keys of its param_groups that no Adam has."""
 _KEYS_OF = {
-    **_MARKED,
+    **{rule.type: rule.marks for rule in RULES.values() if rule.marks},
     "RMSprop": ("centered",),
     "Adafactor": ("scale_parameter", "clip_threshold", "decay_rate", "beta2_decay"),
     "Adadelta": ("rho",),
@@ -46,7 +44,7 @@ _KEYS_OF = {
     "ASGD": ("lambd",),
     "Muon": ("ns_steps",),
 }
-"""The same of optimizers whose update an engine lacks, too. bitsandbytes' Adam has `alpha`."""
+"""Optimizer → keys of its param_groups that no Adam has. bitsandbytes' Adam has `alpha`."""
 _OF_TORCH = {"foreach", "differentiable"}
 """Keys of torch's optimizers. Its Adam has `amsgrad` as well; RAdam and Adamax have no key of their own."""
 _KEY = '"zero_force_ds_cpu_optimizer"'
@@ -63,13 +61,10 @@ def check_groups(params: Any) -> None:
     if name is None and keys >= _OF_TORCH and "amsgrad" not in keys:
         name = "an optimizer of torch other than Adam"
     if name is not None:
-        fix = f"Set {_KEY}: false in the config, so that {name} itself is used"
-        if name not in _MARKED:
-            fix = f"An engine does not have the update of {name}: choose {' or '.join(_MARKED)} with {_KEY}: false"
         raise ConfigError(
             f"DeepSpeedCPUAdam was given the param_groups of {name}, and would train with Adam in its place. "
             "Accelerate and Trainer construct it for every optimizer if the config has offload_optimizer. "
-            f"{fix}, or choose AdamW (--optim adamw_torch)."
+            f"Set {_KEY}: false in the config, so that {name} itself is used, or choose AdamW (--optim adamw_torch)."
         )
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from infinity.checkpoint import rng
 from infinity.checkpoint.agree import folder_of, run_of
-from infinity.checkpoint.format import Entry, Index, shape_of
+from infinity.checkpoint.format import Entry, Index, own_states
 from infinity.checkpoint.rank_states import RankStates, Shards, well_formed
 from infinity.checkpoint.saved import CheckpointFolder, PieceOf, SavedStates
 from infinity.comm.communicator import Communicator
@@ -95,7 +95,7 @@ class CommittedStates:
 
     def read(self, piece: Piece, kinds: Sequence[StateKind]) -> Flats:
         slot = self._shards.slots[piece.name][1]
-        return {kind.name: self._shards.read(piece.name, kind).view(shape_of(kind, slot.shape)) for kind in kinds}
+        return {kind.name: self._shards.read(piece.name, kind).view(kind.shape_in(slot.shape)) for kind in kinds}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         try:
@@ -119,12 +119,14 @@ class CommittedStates:
             dtype, trainable = unit.layout.dtype, unit.layout.trainable
             for slot, step in zip(unit.layout.slots, steps, strict=True):
                 name = str(dtype).removeprefix("torch.")
-                parameters[slot.name] = Entry(slot.shape, name, trainable, "", step, slot.group)
+                states = None if slot.record is None else own_states(slot.record.kinds(step))
+                parameters[slot.name] = Entry(slot.shape, name, trainable, "", step, slot.group, states)
         return Index(
             parameters=parameters,
             file_bytes={},
             optimizer=layout["optimizer"],
             moments=layout["moments"],
+            rule=layout["rule"] if any(entry.states is not None for entry in parameters.values()) else "",
             **vars(self._record.progress),
         )
 

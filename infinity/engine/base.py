@@ -21,7 +21,7 @@ from infinity.engine.describe import describe
 from infinity.engine.parts import EngineParts
 from infinity.engine.precision import ForwardPrecision, cast_buffers
 from infinity.engine.restore import end_collected, restoring
-from infinity.errors import RanksError, StorageError, UsageError
+from infinity.errors import RanksError, StorageError, UpdateError, UsageError
 from infinity.interrupts import ForcedInterrupt
 from infinity.model.hooks import ModelHooks
 from infinity.nn.pieces import Assembly, Piece, Pieces
@@ -284,7 +284,7 @@ class BaseEngine(ABC):
         """Stop the engine on errors in the block that leave states inconsistent (I/O, commits, Ctrl-C, other ranks)."""
         try:
             yield
-        except (OSError, ForcedInterrupt, RanksError, StorageError) as error:
+        except (OSError, ForcedInterrupt, RanksError, StorageError, UpdateError) as error:
             self._broken = str(error)
             raise
 

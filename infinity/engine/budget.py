@@ -16,6 +16,7 @@ from torch import nn
 
 from infinity.comm.agreement.comparison import config_in_common
 from infinity.errors import ConfigError
+from infinity.optim.parameter_rule import ParameterRule
 from infinity.plan.budget import Budget
 from infinity.plan.plan import Plan, make_plan
 from infinity.plan.policy import DeviceInfo, RankInfo, compute_dtype, speculates
@@ -98,16 +99,17 @@ def plan_units(
     device: DeviceInfo,
     budget: Budget,
     *,
+    rules: Sequence[ParameterRule | None] = (),
     train: bool = True,
     dtype: torch.dtype | None = None,
     copies: Callable[[nn.Parameter], int] = lambda _: 1,
 ) -> tuple[ModelUnits, Plan]:
     """Discover the units of `model` and plan its engine, on this machine or any other. Allocates nothing.
 
-    copies: as of `discover_model`. Other arguments: as of `make_plan`.
+    rules, copies: as of `discover_model`. Other arguments: as of `make_plan`.
     """
     compute = dtype or compute_dtype(config)
     width = compute.itemsize if compute is not None else None
     unit_size = unit_size_of(config.infinity.unit_size, model, width, device.usable)
-    units = discover_model(model, unit_size, groups, dtype=compute, copies=copies)
+    units = discover_model(model, unit_size, groups, rules, dtype=compute, copies=copies)
     return units, make_plan(config, units.discovered, ranks, device, budget=budget, train=train, dtype=dtype)

@@ -20,14 +20,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from infinity.checkpoint.format import view
 from infinity.comm.agreement.announcements import Announcement, Operation
 from infinity.engine.base import BaseEngine, open_engines
 from infinity.engine.training import TrainingEngine
 from infinity.errors import OutOfMemoryError, RanksError, UsageError
 from infinity.observe.log import logger
 from infinity.optim.moments import convert_moment, fp32_moment, rounding_key
-from infinity.plan.formats import StateKind
 from infinity.plan.pools import UNITS
 from infinity.rules import RULES
 from infinity.tier_kind import TierKind
@@ -189,7 +187,7 @@ def get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
     """Return the master, or a frozen parameter's value: fp32 in the parameter's shape, in host memory."""
     engine, unit, slot = _owner(param)
     _begin(engine, unit, slot, "master")
-    values = _read(engine, unit)[_param_kind(engine, unit), slot].float().clone()
+    values = _read(engine, unit).value(slot).float().clone()
     return engine.ranks.model.whole(param, values)
 
 
@@ -199,18 +197,21 @@ def set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     _check(value, param, unit, slot)
     _begin(engine, unit, slot, "master", Operation.WRITE_STATE)
     states = _read(engine, unit)
-    states[_param_kind(engine, unit), slot].copy_(engine.ranks.model.part(param, value))
+    states.value(slot).copy_(engine.ranks.model.part(param, value))
     states.write()
 
 
 def get_full_optimizer_state(param: nn.Parameter, name: str) -> torch.Tensor:
     """Return a moment of the optimizer: fp32 in the parameter's shape, in host memory.
 
-    name: `exp_avg`, `exp_avg_sq`, `sum` or `momentum_buffer`, depending on the rule. Raises UsageError for others.
+    name: `exp_avg`, `exp_avg_sq`, `sum` or `momentum_buffer`, depending on the rule. Of a rule in Python: any of its
+    states, in their own shape and dtype. Raises UsageError for others.
     """
     engine, unit, slot = _owner(param)
-    _check_moment(engine, unit, name)
+    _check_moment(engine, unit, slot, name)
     _begin(engine, unit, slot, name)
+    if unit.layout.slots[slot].record is not None:
+        return _own_state(_read(engine, unit), unit, slot, name).clone()
     return engine.ranks.model.whole(
         param, fp32_moment(engine.config.optimizer.rule, name, _read(engine, unit).of_slot(slot))
     )
@@ -219,10 +220,21 @@ def get_full_optimizer_state(param: nn.Parameter, name: str) -> torch.Tensor:
 def set_full_optimizer_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
     """Set a moment to `value`, in the parameter's shape. Moments in bf16 or 8bit are rounded as in an update."""
     engine, unit, slot = _owner(param)
-    _check_moment(engine, unit, name)
-    _check(value, param, unit, slot)
+    _check_moment(engine, unit, slot, name)
+    own = unit.layout.slots[slot].record
+    if own is None:
+        _check(value, param, unit, slot)
     _begin(engine, unit, slot, name, Operation.WRITE_STATE)
     states = _read(engine, unit)
+    if own is not None:
+        place = _own_state(states, unit, slot, name)
+        if not isinstance(value, torch.Tensor) or value.shape != place.shape:
+            raise UsageError(
+                f"{name} of {unit.layout.slots[slot].name} has shape {list(place.shape)}: pass such a tensor"
+            )
+        place.copy_(value)
+        states.write()
+        return
     rule, layout = engine.config.optimizer.rule, unit.layout
     key, first = rounding_key(engine.config.infinity.seed, unit.steps[slot]), layout.first + layout.slots[slot].offset
     moment = {name: engine.ranks.model.part(param, value.detach().cpu().float())}
@@ -284,13 +296,14 @@ class _States:
         self._engine, self._unit = engine, unit
         self._flats: Flats = engine.parts.states.read(unit.layout)
 
-    def __getitem__(self, which: tuple[StateKind, int]) -> torch.Tensor:
-        kind, slot = which
-        return view(kind, self._unit.layout.slots[slot], self._flats[kind.name])
+    def value(self, slot: int) -> torch.Tensor:
+        """Return the most precise value of a parameter: the master, or that of a frozen one."""
+        return next(iter(self.of_slot(slot).values()))
 
     def of_slot(self, slot: int) -> dict[str, torch.Tensor]:
         """Return one parameter's states by name."""
-        return {kind.name: self[kind, slot] for kind in self._engine.parts.states.kinds(self._unit.layout)}
+        layout, updates = self._unit.layout, self._unit.steps[slot]
+        return self._engine.parts.states.of_slot(layout, self._flats, slot, updates)
 
     def write(self) -> None:
         """Write this rank's shard to its tiers."""
@@ -328,11 +341,6 @@ def _owner(param: Any) -> tuple[BaseEngine, Unit, int]:
     return owner
 
 
-def _param_kind(engine: BaseEngine, unit: Unit) -> StateKind:
-    """Return the kind of the most precise value: the master, or `param` for a frozen unit."""
-    return engine.parts.states.kinds(unit.layout)[0]
-
-
 def _check(value: torch.Tensor, param: nn.Parameter, unit: Unit, slot: int) -> None:
     if not isinstance(value, torch.Tensor):
         raise UsageError(
@@ -344,11 +352,23 @@ def _check(value: torch.Tensor, param: nn.Parameter, unit: Unit, slot: int) -> N
         raise UsageError(f"{name} has shape {shapes}: pass a value of the parameter's shape")
 
 
-def _check_moment(engine: BaseEngine, unit: Unit, name: str) -> None:
+def _check_moment(engine: BaseEngine, unit: Unit, slot: int, name: str) -> None:
     names = RULES[engine.config.optimizer.rule].moments
+    if (record := unit.layout.slots[slot].record) is not None:
+        names = tuple(field.name for field in record.after[-1].fields)
     if not unit.layout.trainable or name not in names:
         reason = f"the optimizer keeps {', '.join(names)}" if unit.layout.trainable else "the parameter is frozen"
         raise UsageError(f"there is no state {name!r}: {reason}")
+
+
+def _own_state(states: _States, unit: Unit, slot: int, name: str) -> torch.Tensor:
+    """Return a view of a state of a rule in Python. Raises UsageError before the parameter's first update."""
+    found = states.of_slot(slot).get(name)
+    if found is None:
+        raise UsageError(
+            f"{unit.layout.slots[slot].name} has no {name} yet: its optimizer makes it in its first update"
+        )
+    return found
 
 
 def _with_grad(param: Any) -> tuple[TrainingEngine, Unit, int] | None:

@@ -20,7 +20,7 @@ from infinity.comm.communicator import refuse
 from infinity.comm.groups import Group, join_process_group
 from infinity.engine.arguments import check_mpu, config_source, load_config
 from infinity.engine.base import BaseEngine
-from infinity.engine.client_optimizer import ClientOptimizer, MakeOptimizer, construct_optimizer
+from infinity.engine.client_optimizer import ClientOptimizer, ClientOptimizers, MakeOptimizer, construct_optimizer
 from infinity.engine.inference import InferenceEngine
 from infinity.engine.optimizer.unit_optimizer import ParamGroups, UnitOptimizer
 from infinity.engine.schedules.client import (
@@ -80,7 +80,7 @@ def initialize(
     model_parameters: ParamGroups | None = None,
     training_data: Dataset[Any] | None = None,
     *,
-    optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
+    optimizer: ClientOptimizers | MakeOptimizer | None = None,
     lr_scheduler: RateScheduler | MakeScheduler | None = None,
     collate_fn: Collate | None = None,
     device: Device | None = None,
@@ -102,10 +102,11 @@ def initialize(
     on; by default the CUDA device of this rank, else the CPU. process_group: the data-parallel ranks, over which units
     are sharded, as a ProcessGroup or a DeviceMesh of one dimension; by default all ranks. collate_fn: the dataloader's.
 
-    optimizer: torch.optim's AdamW, Adam, SGD or Adagrad, infinity.optim.CPUAdam, or a function of the parameters that
-    returns one; it replaces the config's. The engine takes over its parameters, hyper-parameters and states, and
-    `model_parameters` is only passed to such a function. lr_scheduler: a scheduler of that optimizer, or a function of
-    the optimizer that returns one; it replaces the config's. `engine.step` steps it. See docs/optimizer.md.
+    optimizer: any torch optimizer that updates parameters one by one, a list of them over different parameters, or a
+    function of the parameters that returns either; it replaces the config's. The engine takes over its parameters,
+    hyper-parameters and states, and `model_parameters` is only passed to such a function. lr_scheduler: a scheduler of
+    that optimizer, or a function of the optimizer that returns one; it replaces the config's. `engine.step` steps it.
+    See docs/optimizer.md.
 
     dist_init_required: None: call torch.distributed.init_process_group (NCCL with CUDA, else gloo) if torchrun started
     several ranks and the script has not called it; True: call it for one rank, too; False: never call it. The process
@@ -127,22 +128,27 @@ def initialize(
         _check(model, "infinity.initialize")
         model_parameters = _parameters(model_parameters)
         theirs = construct_optimizer(optimizer, model, model_parameters)
-        client = None if theirs is None else ClientOptimizer.of(theirs, model, given.infinity.moments)
+        client = (
+            ClientOptimizer.of(theirs, model, given)
+            if theirs
+            else ClientOptimizer.of_config(given, model, model_parameters)
+        )
         if lr_scheduler is not None and not constructs_schedulers(lr_scheduler):
-            check_scheduler(lr_scheduler, theirs)
+            check_scheduler(lr_scheduler, *theirs)
         loaded = given if client is None else client.configure(given)
         if lr_scheduler is not None:
             loaded = loaded.model_copy(update={"scheduler": None})
     with torch.device("cpu"):  # values are created in host memory before placement
         groups = model_parameters if client is None else client.groups
-        engine = TrainingEngine(model, loaded, groups, device=device, process_group=process_group)
+        rules = () if client is None else client.rules
+        engine = TrainingEngine(model, loaded, groups, device=device, process_group=process_group, rules=rules)
     try:
         if client is not None:
             client.hand_over(engine)
         if lr_scheduler is not None:
-            engine.lr_scheduler = construct_scheduler(lr_scheduler, engine.optimizer, theirs)
+            engine.lr_scheduler = construct_scheduler(lr_scheduler, engine.optimizer, *theirs)
         if engine.ranks.is_main_rank:
-            _log_replaced(given, client, engine if lr_scheduler is not None else None)
+            _log_replaced(given, client if theirs else None, engine if lr_scheduler is not None else None)
         loader = (
             None
             if training_data is None
@@ -219,7 +225,7 @@ def _log_replaced(config: Config, client: ClientOptimizer | None, scheduled: Tra
     """Log which optimizer and scheduler the caller passed. scheduled: the engine, if its scheduler is one."""
     if client is not None:
         replaced = " in place of the config's optimizer" if "optimizer" in config.model_fields_set else ""
-        logger.info("optimizer: the script's %s%s", type(client.optimizer).__name__, replaced)
+        logger.info("optimizer: the script's %s%s", client.name, replaced)
     if scheduled is not None:
         replaced = " in place of the config's scheduler" if config.scheduler is not None else ""
         logger.info("lr scheduler: %s%s", type(scheduled.lr_scheduler).__name__, replaced)

@@ -38,8 +38,9 @@ from infinity.interrupts import uninterrupted
 from infinity.model.added import Additions
 from infinity.observe.clock import Phase
 from infinity.observe.log import StepLog, logger
+from infinity.optim.parameter_rule import ParameterHyper, ParameterRule
 from infinity.plan.policy import Sharding, compute_dtype
-from infinity.rules import RULES, Hyper
+from infinity.rules import Hyper
 from infinity.schedule.step import Call, after_a_failed_backward, changed_during_update, unscaled_loss
 from infinity.tiers.accelerator import default_device
 from infinity.tiers.device import Device
@@ -68,7 +69,9 @@ class TrainingEngine(CheckpointingEngine):
         device: Device | None = None,
         process_group: Group | None = None,
         platform: Platform = MACHINE,
+        rules: Sequence[ParameterRule | None] = (),
     ) -> None:
+        """rules: the rule in Python of each group of `model_parameters`; None: the config's."""
         seam = device or default_device()
         called, model = model, uncompiled(model)
         self.loss_scale = LossScale.of(config)
@@ -81,15 +84,16 @@ class TrainingEngine(CheckpointingEngine):
             """Batch sizes: `micro` samples per forward, `accumulation` forwards per step, `train` samples per step."""
             groups = param_groups(model, model_parameters)
             names = {own_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-            planned = plan_model(model, config, groups, seam, ranks, platform=platform)
+            planned = plan_model(model, config, groups, seam, ranks, rules, platform=platform)
             parts = assemble(model, planned, config, seam, ranks, self, platform)
             undo.callback(parts.closer())
             self.optimizer = UnitOptimizer(
                 present_groups(groups, names, parts.units),
-                Hyper(config.optimizer.rule, **config.optimizer.params.model_dump()),
+                config.optimizer.hyper(),
                 self,
-                TierStates(parts, config),
+                TierStates(parts, config, rules),
                 self.loss_scale,
+                rules,
             )
             """The optimizer: its `param_groups` hold the learning rates, and its states are in their tiers."""
             self.lr_scheduler: RateScheduler | None = make_scheduler(
@@ -428,15 +432,14 @@ class TrainingEngine(CheckpointingEngine):
                 self._abandon_step()
             raise
 
-    def _step_hypers(self) -> list[Hyper]:
+    def _step_hypers(self) -> list[Hyper | ParameterHyper]:
         """Return the present hyper-parameters. Raises UsageError if backward has updated units with other values, which
         would differ from a plain loop.
         """
         present = self.optimizer.hypers()
         if self._step.updated:
             for group, (now, used) in enumerate(zip(present, self.updates.runner.hypers, strict=True)):
-                names = [name for name in RULES[now.rule].keys if getattr(now, name) != getattr(used, name)]
-                if names:
+                if names := now.changed(used):
                     raise changed_during_update(group, ", ".join(names))
         return present
 

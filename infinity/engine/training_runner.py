@@ -27,6 +27,7 @@ from infinity.grads.store import GradStore
 from infinity.interrupts import uninterrupted
 from infinity.model.backward import BackwardTracker, ComingGradients
 from infinity.model.saved import Scope
+from infinity.optim.parameter_rule import ParameterHyper
 from infinity.plan.plan import Plan
 from infinity.rules import Hyper
 from infinity.schedule.schedule import Schedule, Update
@@ -59,7 +60,7 @@ class TrainingRunner(Runner):
         pipeline: UpdatePipeline,
     ) -> None:
         super().__init__(schedule, updating.store, scope, device, ranks)
-        self.hypers: Sequence[Hyper] = ()
+        self.hypers: Sequence[Hyper | ParameterHyper] = ()
         """Hyper-parameters of the updates that are created next, one entry per param_group."""
         self._updating = updating
         self._backward = backward
@@ -71,7 +72,7 @@ class TrainingRunner(Runner):
         """Factor of gradients, summed over ranks, in updates during backward."""
         self._drafts: dict[int, UpdateJob] = {}
         """unit → its draft in this step, which is neither kept nor taken back yet."""
-        self._assumed: tuple[float, Sequence[Hyper]] = 1.0, ()
+        self._assumed: tuple[float, Sequence[Hyper | ParameterHyper]] = 1.0, ()
         """Factor of gradients and hyper-parameters of the step's drafts."""
         self._ceiling = Ceiling(math.inf)
         self._check_nan = plan.check_nan
@@ -260,7 +261,7 @@ class TrainingRunner(Runner):
 
     # -- drafts ------------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, hypers: Sequence[Hyper], scale: float, ceiling: float) -> None:
+    def begin_backward(self, hypers: Sequence[Hyper | ParameterHyper], scale: float, ceiling: float) -> None:
         """Let updates during the backward that begins use `hypers`, one entry per param_group.
 
         Drafts assume that `engine.step()` scales gradients, which are summed over ranks, by `scale`; it does not if
@@ -334,7 +335,7 @@ class TrainingRunner(Runner):
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def use_hypers(self, hypers: Sequence[Hyper]) -> None:
+    def use_hypers(self, hypers: Sequence[Hyper | ParameterHyper]) -> None:
         """Set the hyper-parameters of the updates that are created next, one entry per param_group."""
         self.hypers = hypers
 

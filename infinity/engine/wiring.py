@@ -35,6 +35,7 @@ from infinity.grads.store import GradStore
 from infinity.model.aliases import check_aliases
 from infinity.model.backward import BackwardTracker, ComingGradients, Engine
 from infinity.model.saved import SavedTensors, Scope
+from infinity.optim.parameter_rule import ParameterRule
 from infinity.plan import pools as sizes
 from infinity.plan.budget import Budget
 from infinity.plan.placement import State
@@ -78,12 +79,16 @@ def plan_model(
     groups: Sequence[dict[str, object]],
     device: Device,
     ranks: Communicator,
+    rules: Sequence[ParameterRule | None] = (),
     *,
     train: bool = True,
     dtype: torch.dtype | None = None,
     platform: Platform = MACHINE,
 ) -> PlannedModel:
-    """Discover the units of `model` and plan its engine. Allocates nothing. Other arguments: see `make_plan`."""
+    """Discover the units of `model` and plan its engine. Allocates nothing.
+
+    rules: the rule in Python of each group (`discover_model`). Other arguments: see `make_plan`.
+    """
     ranks.set_mesh(TensorParallelMesh.of(model, ranks.replicas))
     if train and ranks.model.size > 1 and config.infinity.moments == "8bit":
         raise ConfigError(
@@ -95,6 +100,11 @@ def plan_model(
             f"{_PARTITIONED} is true, and the model's tensor-parallel ranks would each keep whole activations: remove "
             'it, and set infinity.activations.device to "cpu" or "nvme" to keep them off the device'
         )
+    if ranks.model.size > 1 and any(rules):
+        raise ConfigError(
+            f"the optimizer is {next(filter(None, rules)).name}, which updates whole parameters, and tensor "
+            "parallelism divides them: use AdamW or another native rule (docs/optimizer.md)"
+        )
     compute = dtype or compute_dtype(config)
     if ranks.is_main_rank:
         warn_of_emulation(config, compute, device.torch_device)
@@ -102,12 +112,22 @@ def plan_model(
     info = replace(info, limit=config.infinity.memory.device or 0, updates=platform.kernels.is_exact(info.type))
     budget = budget_of(config, ranks, computes_on_host=info.type == "cpu", train=train)
     units, plan = plan_units(
-        model, config, groups, ranks.info, info, budget, train=train, dtype=dtype, copies=ranks.model.copies
+        model,
+        config,
+        groups,
+        ranks.info,
+        info,
+        budget,
+        rules=rules,
+        train=train,
+        dtype=dtype,
+        copies=ranks.model.copies,
     )
-    check_tiles(model, plan.units, (lambda dtype: plan.policy.states(dtype).states) if train else None)
+    check_tiles(model, plan.units, plan.policy.states if train else None)
     common = in_common(config, plan.units, model)
     if train:
-        common += groups_in_common(config, groups)
+        own = {n: sorted(g.keys() - {"params"}) for n, (g, rule) in enumerate(zip(groups, rules, strict=False)) if rule}
+        common += groups_in_common(config, groups, own)
         if TierKind.DEVICE in plan.placement.tiers(State.OPTIM) and plan.device.type != "cpu":
             platform.kernels.check_on_device(plan.device.type, config.optimizer.rule, config.infinity.moments)
     if info.limit or budget != Budget():  # ranks with other kernels, devices or free memory would place other states
@@ -212,8 +232,8 @@ def wire(
         gradients = GradStore(ranks, buffers)
         collector = GradCollector(ranks, buffers, gradients)
         kernel = partial(kernels.update_run, seed=plan.seed, threads=plan.adam_threads)
-        update_buffers = _update_buffers(plan, tiers, grad_tiers, pools, device)
-        pipeline = UpdatePipeline(update_buffers, kernel)
+        update_buffers = _update_buffers(plan, tiers, grad_tiers, pools, device, ranks.shard_rank)
+        pipeline = UpdatePipeline(update_buffers, kernel, kernels.update_whole)
         trained = (unit.index for unit in units if unit.layout.trainable)
         in_tier = [index for index in trained if update_buffers.updated_in(index) == "tier"]
         updating = UpdatingUnits(store, in_tier, plan.written_late)
@@ -282,7 +302,7 @@ def _grad_buffers(
 
 
 def _update_buffers(
-    plan: Plan, tiers: dict[TierKind, Tier], grad_tiers: dict[TierKind, Tier], pools: Pools, device: Device
+    plan: Plan, tiers: dict[TierKind, Tier], grad_tiers: dict[TierKind, Tier], pools: Pools, device: Device, rank: int
 ) -> UpdateBuffers:
     return UpdateBuffers(
         device=device,
@@ -290,6 +310,7 @@ def _update_buffers(
         tiers=tiers,
         grad_tiers=grad_tiers,
         formats=plan.policy.states,
+        rank=rank,
         grads=plan.policy.grads,
         reads_ahead=sizes.reads_ahead(plan.buffers(sizes.TILES)),
         tile_pool=pools[sizes.TILES],

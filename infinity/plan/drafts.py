@@ -45,7 +45,9 @@ def choose_drafts(
     taken: tier → bytes of the plan without second slots; host: with the device's if the host computes. durable: states
     on nvme have two slots anyway.
     """
-    units = [layout for layout in layouts if layout.trainable and _gains(placement, layout.index, device)]
+    # A rule in Python changes states in place, so that no second slot would keep those of before.
+    native = [layout for layout in layouts if layout.trainable and not layout.windows]
+    units = [layout for layout in native if _gains(placement, layout.index, device)]
     room = _room(budget, device, taken)
 
     def slots(chosen: Collection[int]) -> list[tuple[int, State]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
@@ -28,15 +29,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StateKind:
-    """One state. per: number of elements that share a value (`BLOCK` for scales)."""
+    """One state. per: number of elements that share a value (`BLOCK` for scales). shape: of a state with a shape of its
+    own (`infinity.plan.records`); None: the parameter's, or one value for `per` elements.
+    """
 
     name: str
     dtype: torch.dtype
     per: int = 1
+    shape: tuple[int, ...] | None = None
 
     def length(self, n: int) -> int:
         """Return the number of values for n elements."""
         return -(-n // self.per)
+
+    def shape_in(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape in which the state of a parameter of `shape` is saved: the parameter's, its own, or
+        (scales,) for scales of a block format.
+        """
+        if self.shape is not None:
+            return self.shape
+        return shape if self.per == 1 else (self.length(prod(shape)),)
 
     def part(self, start: int, stop: int) -> slice:
         """Return the slice of the values of elements [start, stop); `start` is a multiple of `per`."""

@@ -15,6 +15,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from infinity.plan.records import Record
+
 
 @dataclass(frozen=True)
 class Member:
@@ -27,11 +29,13 @@ class Member:
     """Index of its param_group; -1: not trained."""
     copies: int = 1
     """Number of tensor-parallel ranks that hold the same values."""
+    record: Record | None = None
+    """Its optimizer states if a rule in Python updates it as a whole; None: a native rule updates its elements."""
 
 
 @dataclass(frozen=True)
 class DiscoveredUnit:
-    """Parameters of one dtype, all trainable or all frozen."""
+    """Parameters of one dtype, all trainable or all frozen, all with records or all without."""
 
     name: str
     dtype: torch.dtype
@@ -64,6 +68,10 @@ class Discovered:
 SLOT_ALIGNMENT = 256
 # A shard of any state (2 or 4 bytes an element) is then a whole number of 4096-byte disk blocks.
 SHARD_ALIGNMENT = 2048
+# Ranges of a shard in a tier begin at multiples of 64 KiB, the largest checksum block, in every dtype.
+_WINDOW_ALIGNMENT = 32768
+_SMALL_WINDOW = 65536
+"""Elements up to which whole parameters share a window: each takes a read and a write of its own."""
 
 
 NormOf = Literal["model", "optimizer"]
@@ -81,6 +89,8 @@ class Slot:
     """Number of tensor-parallel ranks that hold the same values: 1 unless the parameter is replicated."""
     in_norm: bool = True
     """Its gradient counts in the norm of all gradients."""
+    record: Record | None = None
+    """Its optimizer states if a rule in Python updates it as a whole."""
 
     @cached_property
     def numel(self) -> int:
@@ -98,6 +108,15 @@ class Part(NamedTuple):
     stop: int
     copies: int = 1
     in_norm: bool = True
+
+
+class Window(NamedTuple):
+    """A range `flat[start:stop]` within one shard, and its whole parameters `slots[first:last]`."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
 
 
 class Run(NamedTuple):
@@ -125,6 +144,9 @@ class UnitLayout:
     world_size: int
     first: int = 0
     """Index of the flat tensor's first element in the model: independent of ranks, a multiple of `SLOT_ALIGNMENT`."""
+    windows: tuple[Window, ...] = ()
+    """The ranges in which rules in Python update whole parameters: of the first shard, of the second, …; at least one
+    of each. () if native rules update elements, whose tiles may begin anywhere."""
 
     @cached_property
     def shard_numel(self) -> int:
@@ -140,8 +162,8 @@ class UnitLayout:
 
     @property
     def end(self) -> int:
-        """Index of the element after the last parameter, rounded up: where the next unit begins."""
-        return self.first + round_up(self.slots[-1].stop if self.slots else 0, SLOT_ALIGNMENT)
+        """Index in the model at which the next unit begins: independent of ranks."""
+        return self.first + sum(round_up(slot.numel, SLOT_ALIGNMENT) for slot in self.slots)
 
     @property
     def parameter_numel(self) -> int:
@@ -227,6 +249,8 @@ def layout_unit(
 
     first: `end` of the previous unit. norm_of: "optimizer" leaves members of no group out of the gradient norm.
     """
+    if any(member.record is not None for member in members):
+        return _layout_whole(index, name, members, dtype, world_size, first, norm_of)
     slots = []
     offset = 0
     for member in sorted(members, key=lambda member: member.group):
@@ -235,3 +259,52 @@ def layout_unit(
         offset = round_up(offset + prod(member.shape), SLOT_ALIGNMENT)
     numel = round_up(max(offset, 1), SHARD_ALIGNMENT * world_size)
     return UnitLayout(index, name, tuple(slots), dtype, trainable, numel, world_size, first)
+
+
+def _layout_whole(
+    index: int, name: str, members: Sequence[Member], dtype: torch.dtype, world_size: int, first: int, norm_of: NormOf
+) -> UnitLayout:
+    """Lay out `members` so that no shard boundary cuts one, with shards as equal as the largest parameters allow.
+
+    Members go to the shard with the fewest elements, the largest first (Graham 1969). Shards have equal lengths, so
+    those with fewer elements end in padding.
+    """
+    shards: list[list[Member]] = [[] for _ in range(world_size)]
+    loads = [0] * world_size
+    for member in sorted(members, key=lambda member: -prod(member.shape)):
+        least = loads.index(min(loads))
+        shards[least].append(member)
+        loads[least] += round_up(prod(member.shape), SLOT_ALIGNMENT)
+    position = {member.name: number for number, member in enumerate(members)}
+    cut = [_windows(sorted(shard, key=lambda member: position[member.name])) for shard in shards]
+    length = round_up(max(end for _, end in cut), SHARD_ALIGNMENT)
+    slots: list[Slot] = []
+    windows: list[Window] = []
+    for number, (starts, _) in enumerate(cut):
+        low = number * length
+        stops = [low + start for start, _ in starts[1:]] + [low + length]
+        for (start, held), stop in zip(starts, stops, strict=True):
+            before, offset = len(slots), low + start
+            for member in held:
+                in_norm = norm_of == "model" or member.group >= 0
+                record = member.record
+                slots.append(Slot(member.name, member.shape, offset, member.group, member.copies, in_norm, record))
+                offset += round_up(prod(member.shape), SLOT_ALIGNMENT)
+            windows.append(Window(low + start, stop, before, len(slots)))
+    numel = length * world_size
+    return UnitLayout(index, name, tuple(slots), dtype, True, numel, world_size, first, tuple(windows))
+
+
+def _windows(members: Sequence[Member]) -> tuple[list[tuple[int, list[Member]]], int]:
+    """Return (start, members) of each window of a shard, and the element at which the last one ends."""
+    found: list[tuple[int, list[Member]]] = [(0, [])]
+    end = 0
+    for member in members:
+        numel = round_up(prod(member.shape), SLOT_ALIGNMENT)
+        start, held = found[-1]
+        if held and end + numel - start > _SMALL_WINDOW:
+            end = round_up(end, _WINDOW_ALIGNMENT)
+            found.append((end, held := []))
+        held.append(member)
+        end += numel
+    return found, max(end, 1)

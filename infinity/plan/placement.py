@@ -15,11 +15,14 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
-from infinity.plan.formats import GradDtypes, StateFormat
+from infinity.plan.formats import GradDtypes, Range, StateFormat
 from infinity.plan.layout import UnitLayout
+from infinity.plan.windows import RecordsFormat
 from infinity.tier_kind import TierKind
 
 EXTENT_ALIGNMENT = 64 << 10
@@ -63,6 +66,14 @@ class Tile:
     nbytes: int
 
 
+class TileLayout(NamedTuple):
+    """A tile, and the byte range of each state in it; of whole parameters, the slots and the byte of each record."""
+
+    tile: Tile
+    ranges: dict[str, Range]
+    records: Mapping[int, int] = MappingProxyType({})
+
+
 def tiles(shard_numel: int, tile_size: int, states: StateFormat) -> list[Tile]:
     """Cut a shard into update tiles of `tile_size` elements, the last one shorter."""
     cut: list[Tile] = []
@@ -74,6 +85,20 @@ def tiles(shard_numel: int, tile_size: int, states: StateFormat) -> list[Tile]:
     return cut
 
 
+def unit_tiles(layout: UnitLayout, rank: int, tile_size: int, states: StateFormat | RecordsFormat) -> list[TileLayout]:
+    """Return the tiles of `rank`'s shard of a unit: runs of `tile_size` elements, or its windows."""
+    if not isinstance(states, RecordsFormat):
+        cut = tiles(layout.shard_numel, tile_size, states)
+        return [TileLayout(tile, states.ranges(tile.stop - tile.start)) for tile in cut]
+    found, (low, high) = [], layout.shard_range(rank)
+    for window, (offset, nbytes) in zip(layout.windows, states.windows, strict=True):
+        if low <= window.start < high:
+            before = rank * states.shard_nbytes + offset
+            records = {slot: states.places[slot] - before for slot in range(window.first, window.last)}
+            found.append(TileLayout(Tile(window.start - low, window.stop - low, offset, nbytes), {}, records))
+    return found
+
+
 @dataclass(frozen=True)
 class Policy:
     """Tiers and formats of states, from the config. A budget may place states of some units in faster tiers."""
@@ -83,8 +108,8 @@ class Policy:
     grad_tier: TierKind
     grads: Callable[[torch.dtype], GradDtypes]
     """Dtype of parameters → dtypes of their gradients."""
-    states: Callable[[torch.dtype], StateFormat]
-    """Dtype of parameters → format of their optimizer states."""
+    states: Callable[[UnitLayout], StateFormat | RecordsFormat]
+    """Unit → format of its optimizer states."""
     tile_size: int | None = None
     """Elements of a tile; None: by the tiers of the unit (`tile_of`)."""
     grads_pass: bool = False
@@ -173,12 +198,16 @@ def place(
         add(layout, State.PARAM, layout.shard_nbytes)
         if not layout.trainable:
             continue
-        states, width = policy.states(layout.dtype), policy.grads(layout.dtype).stored.itemsize
+        states, width = policy.states(layout), policy.grads(layout.dtype).stored.itemsize
         tile = tile_sizes[layout.index] = policy.tile_of(tier_of(layout, State.OPTIM), tier_of(layout, State.GRAD))
-        full, rest = divmod(layout.shard_numel, tile)
-        add(layout, State.OPTIM, full * states.nbytes(tile) + states.nbytes(rest))
+        if isinstance(states, RecordsFormat):
+            tile_sizes[layout.index] = max(window.stop - window.start for window in layout.windows)
+            add(layout, State.OPTIM, states.shard_nbytes)
+        else:
+            full, rest = divmod(layout.shard_numel, tile)
+            add(layout, State.OPTIM, full * states.nbytes(tile) + states.nbytes(rest))
+            granule = math.gcd(granule, states.nbytes(tile), tile * width)
         add(layout, State.GRAD, layout.shard_numel * width)
-        granule = math.gcd(granule, states.nbytes(tile), tile * width)
     spares: dict[tuple[int, State], Extent] = {}
     for key in sorted(twice):
         extent = extents[key]

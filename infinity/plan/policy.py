@@ -15,6 +15,7 @@ from infinity.errors import ModelError
 from infinity.plan.formats import GradDtypes, MasterFormat, StateFormat, grad_dtypes, state_format
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Placement, Policy, State
+from infinity.plan.windows import RecordsFormat
 from infinity.rules import MomentFormat, RuleName
 from infinity.tier_kind import TierKind
 
@@ -118,14 +119,16 @@ class GradFormat:
 
 @dataclass(frozen=True)
 class OptimizerFormat:
-    """Format of optimizer states by the dtype of their parameters; arguments as of `state_format`."""
+    """Format of the optimizer states of a unit; arguments as of `state_format`, for units of native rules."""
 
     master: MasterFormat
     rule: RuleName
     moments: MomentFormat
 
-    def __call__(self, dtype: torch.dtype) -> StateFormat:
-        return state_format(dtype, self.master, self.rule, self.moments)
+    def __call__(self, layout: UnitLayout) -> StateFormat | RecordsFormat:
+        if layout.windows:
+            return RecordsFormat(layout)
+        return state_format(layout.dtype, self.master, self.rule, self.moments)
 
 
 def update_schedule(config: Config) -> UpdateSchedule:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from infinity.plan.formats import StateFormat
 from infinity.plan.layout import Discovered, UnitLayout
 from infinity.plan.placement import EXTENT_ALIGNMENT, Placement, Policy, State, aligned
 from infinity.plan.policy import DeviceInfo, RankInfo, updated_in
+from infinity.plan.windows import RecordsFormat
 from infinity.tier_kind import TierKind
 
 if TYPE_CHECKING:
@@ -67,6 +69,8 @@ stays in the cache for its sum."""
 _PIECES_READ = 3
 # Half of them are read ahead, the other half are being written.
 _TILE_BUFFERS = 6
+_WINDOWS_AT_ONCE = 3
+"""Windows of whole parameters that are read, updated and written at once: their sizes differ, and may be large."""
 
 EXCHANGE_BYTES = 16 << 20
 """Bytes of a rank's receive buffer for sums: two pieces per other rank, one being summed and one arriving."""
@@ -267,19 +271,35 @@ def update_pools(
 ) -> Iterator[PoolSpec]:
     """Yield the pools of the update. Tiles of states in memory need no buffers. layouts: of trained units."""
 
-    def in_files(state: State) -> list[tuple[UnitLayout, int]]:
-        """Return the units with `state` in files, each with the elements of its largest tile."""
+    def in_files(state: State, *, whole: bool) -> list[UnitLayout]:
+        """Return the units with `state` in files. whole: those that are updated parameter by parameter."""
         return [
-            (layout, min(layout.shard_numel, placement.tile_sizes[layout.index]))
+            layout
             for layout in layouts
-            if not placement.of(layout.index, state).tier.in_memory
+            if bool(layout.windows) is whole and not placement.of(layout.index, state).tier.in_memory
         ]
 
-    states = [policy.states(layout.dtype).nbytes(numel) for layout, numel in in_files(State.OPTIM)]
-    grads = [policy.grads(layout.dtype).stored.itemsize * numel for layout, numel in in_files(State.GRAD)]
+    cut = [
+        (layout, policy.states(layout), min(layout.shard_numel, placement.tile_sizes[layout.index]))
+        for layout in in_files(State.OPTIM, whole=False)
+    ]
+    states = [form.nbytes(numel) for _, form, numel in cut if isinstance(form, StateFormat)]
+    grads = [
+        policy.grads(layout.dtype).stored.itemsize * min(layout.shard_numel, placement.tile_sizes[layout.index])
+        for layout in in_files(State.GRAD, whole=False)
+    ]
     count = _in_flight(_TILE_BUFFERS, max([*states, *grads], default=0), debug=debug)
-    for name, tiles in ((TILES, states), (GRADIENT_TILES, grads)):
-        yield PoolSpec(name, TierKind.HOST, {max(tiles): count} if tiles else {})
+    records = [nbytes for layout in in_files(State.OPTIM, whole=True) for _, nbytes in RecordsFormat(layout).windows]
+    whole = [
+        policy.grads(layout.dtype).stored.itemsize * (window.stop - window.start)
+        for layout in in_files(State.GRAD, whole=True)
+        for window in layout.windows
+    ]
+    for name, tiles, windows in ((TILES, states, records), (GRADIENT_TILES, grads, whole)):
+        sizes = _of_neighbours(windows, _WINDOWS_AT_ONCE) if windows else {}
+        if tiles:
+            sizes[max(tiles)] = max(count, sizes.get(max(tiles), 0))
+        yield PoolSpec(name, TierKind.HOST, sizes)
     staged = [
         layout.shard_nbytes
         for layout in layouts

@@ -136,7 +136,8 @@ def _changes(plan: Plan, needs: Needs, tier: TierKind, savings: Savings) -> list
     held = needs.tiers[tier]
     states = held["params"] + held["gradients"] + held["optimizer"]
     if not tier.in_memory:
-        is_small = plan.policy.states(plan.units[0].dtype).bytes_per_element <= 5
+        native = [layout for layout in plan.units if layout.trainable and not layout.windows]
+        is_small = not native or plan.policy.states(native[0]).bytes_per_element <= 5
         moments = "" if is_small else ', or infinity.moments "8bit"'
         return [(states, f"use a larger drive or more nodes{moments}")]
     if tier.in_host_memory and plan.budget.host is not None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from infinity.engine.budget import plan_units
+from infinity.engine.client_optimizer import ClientOptimizer
 from infinity.engine.optimizer.unit_optimizer import param_groups
 from infinity.errors import ConfigError
 from infinity.observe.timeline import LANES
@@ -295,9 +296,11 @@ def _activations(simulation: Simulation) -> dict[TierKind, int]:
 def plan_of(model: PlannedModel, config: Config, machine: Machine) -> Plan:
     """Return a rank's plan, without a simulation."""
     config = machine.resolved(config)
-    groups = param_groups(model.module, None)
+    client = ClientOptimizer.of_config(config, model.module)
+    groups = param_groups(model.module, None) if client is None else client.groups
+    rules = () if client is None else client.rules
     ranks, device, budget = machine.rank_info(config), machine.device_info(config), machine.budget(config)
-    return plan_units(model.module, config, groups, ranks, device, budget)[1]
+    return plan_units(model.module, config, groups, ranks, device, budget, rules=rules)[1]
 
 
 class Largest(NamedTuple):

@@ -19,10 +19,11 @@ from infinity.comm.groups import Group
 from infinity.construction.stream_in import move_buffers
 from infinity.durable.run import DurableRun
 from infinity.engine.platform import Platform
+from infinity.errors import UpdateError
 from infinity.optim import cpu_adam
 from infinity.plan.io import ActivationPlan
 from infinity.plan.layout import UnitLayout
-from infinity.plan.placement import Extent
+from infinity.plan.placement import Extent, TileLayout
 from infinity.plan.plan import Plan
 from infinity.plan.pools import READ_AHEAD
 from infinity.rules import MomentFormat, RuleName
@@ -44,7 +45,7 @@ from infinity.units.binding import unbind
 from infinity.units.discover import UnitParameters
 from infinity.units.states import UnitStates
 from infinity.units.unit import Unit
-from infinity.update import kernels
+from infinity.update import kernels, whole
 from infinity.update.kernels import Kernels
 
 if TYPE_CHECKING:
@@ -129,6 +130,17 @@ def simulated_kernels(device: SimulatedDevice) -> Kernels:
         pool = BACKGROUND if more.get("background") else FOREGROUND
         work("update", moved, param, kernels.update_run, states, param, grad, *rest, pool=pool)
 
+    def update_whole(
+        layout: UnitLayout, tile: TileLayout, runs: Any, hypers: Any, param: Any, records: torch.Tensor, *rest: Any
+    ) -> int:
+        try:  # torch's operations take their time
+            return whole.update_whole(layout, tile, runs, hypers, param, records, *rest)
+        except UpdateError:  # the class reads a value, and there is none
+            elements = tile.tile.stop - tile.tile.start
+            moved = 2 * (records.nbytes + elements * param.itemsize) + elements * rest[0].itemsize
+            work("update", moved, records, torch.clone, records)
+            return elements
+
     def receive(target: torch.Tensor, source: torch.Tensor, *, add: bool, initial: float = 0.0, **more: Any) -> float:
         moved = source.nbytes + (2 if add else 1) * source.numel() * target.itemsize
         kernel = _receive_add if add else _receive
@@ -154,7 +166,9 @@ def simulated_kernels(device: SimulatedDevice) -> Kernels:
         else:
             device.operate(0.0, nbytes)
 
-    return Kernels(update_run, receive, sum_of_squares, squares_into, check_on_device, is_exact=lambda kind: True)
+    return Kernels(
+        update_run, update_whole, receive, sum_of_squares, squares_into, check_on_device, is_exact=lambda kind: True
+    )
 
 
 def open_simulated(plan: Plan, device: Device, clock: Clock, drive: Drive | None) -> dict[TierKind, Tier]:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from infinity import concurrency
+from infinity.engine.client_optimizer import ClientOptimizer
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, ModelError
 from infinity.nn.tiling import LinearTile
@@ -149,7 +150,12 @@ def simulate(
         undo.enter_context(concurrency.using(primitives))
         undo.callback(clock.abort)
         platform = SimulatedPlatform(clock, place, compute, links, ranks)
-        engine = TrainingEngine(model, config, device=place, platform=platform)
+        client = ClientOptimizer.of_config(config, model)
+        if client is None:
+            engine = TrainingEngine(model, config, device=place, platform=platform)
+        else:
+            own = client.configure(config)
+            engine = TrainingEngine(model, own, client.groups, device=place, platform=platform, rules=client.rules)
         try:
             loop = _Loop(clock, place, compute, engine, loss_of or _loss_of)
             loop.run(args, steps, blocks=largest_list(model) if train_batch else None)

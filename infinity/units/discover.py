@@ -10,7 +10,7 @@ Finds the units held at once, since a module holds its units while its submodule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from infinity.comm.dtensor import local
+from infinity.optim.parameter_rule import ParameterRule
 from infinity.plan.layout import Discovered, DiscoveredUnit, Member, UnitLayout
+from infinity.plan.records import Record
 from infinity.units.compiled import own_name, uncompiled
 
 
@@ -182,26 +184,30 @@ def unit_size_of(asked: int | Literal["auto"], model: nn.Module, width: int | No
     return max(UNIT_SIZE, min(largest, device_nbytes // _UNITS_ON_DEVICE))
 
 
-def discover(model: nn.Module, unit_size: int, width: int | None = None) -> list[UnitParameters]:
+def discover(
+    model: nn.Module, unit_size: int, width: int | None = None, whole: Collection[int] = ()
+) -> list[UnitParameters]:
     """Return the units of `model` in the order of the module tree.
 
-    unit_size: in bytes. width: bytes per element in training; by default the item size of the present dtype. Frozen
-    parameters, and parameters of another dtype, in the same subtree form units of their own.
+    unit_size: in bytes. width: bytes per element in training; by default the item size of the present dtype. whole: ids
+    of parameters that rules in Python update. These, frozen parameters, and parameters of another dtype, in the same
+    subtree form units of their own.
     """
     walk = _Walk(unit_size, width)
     remaining = walk.open(model, "")
     if remaining:
         walk.groups.append(("", remaining))
-    return [unit for name, members in walk.groups for unit in _split(name, members)]
+    return [unit for name, members in walk.groups for unit in _split(name, members, whole)]
 
 
-def _split(root: str, members: list[tuple[str, nn.Parameter]]) -> Iterator[UnitParameters]:
-    kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
-    # A unit is one flat tensor with one optimizer, so dtypes and frozen parameters are apart.
+def _split(root: str, members: list[tuple[str, nn.Parameter]], whole: Collection[int]) -> Iterator[UnitParameters]:
+    kinds: dict[tuple[bool, torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    # A unit is one flat tensor with one kind of states, so dtypes and frozen parameters are apart.
     for entry in members:
-        kinds.setdefault((entry[1].requires_grad, entry[1].dtype), []).append(entry)
-    for position, ((trainable, dtype), entries) in enumerate(kinds.items()):
-        suffix = "" if position == 0 else f" ({'trainable' if trainable else 'frozen'} {str(dtype).split('.')[-1]})"
+        kinds.setdefault((entry[1].requires_grad, entry[1].dtype, id(entry[1]) in whole), []).append(entry)
+    for position, ((trainable, dtype, by_parameter), entries) in enumerate(kinds.items()):
+        kind = "by parameter" if by_parameter else "trainable" if trainable else "frozen"
+        suffix = "" if position == 0 else f" ({kind} {str(dtype).split('.')[-1]})"
         names = tuple(own_name(name) for name, _ in entries)
         yield UnitParameters(own_name(root or "(root)") + suffix, root, names, tuple(p for _, p in entries))
 
@@ -261,14 +267,16 @@ def discover_model(
     model: nn.Module,
     unit_size: int,
     groups: Sequence[Mapping[str, object]],
+    rules: Sequence[ParameterRule | None] = (),
     *,
     dtype: torch.dtype | None,
     copies: Callable[[nn.Parameter], int],
 ) -> ModelUnits:
     """Find the units of `model` and the modules that need them.
 
-    unit_size: in bytes. groups: param_groups. dtype: dtype of floating parameters in the engine; None: their own.
-    copies: parameter → `Member.copies`.
+    unit_size: in bytes. groups: param_groups. rules: the rule in Python of each group; None: a native one, as all are
+    without `rules`. dtype: dtype of floating parameters in the engine; None: their own. copies: parameter →
+    `Member.copies`.
     """
     group_of = {
         id(p): number
@@ -276,14 +284,20 @@ def discover_model(
         for p in group["params"]  # type: ignore[attr-defined]
         if p.requires_grad
     }
-    found = discover(model, unit_size, width=dtype.itemsize if dtype else None)
+    records: dict[int, Record] = {}
+    for group, rule in zip(groups, rules, strict=False):
+        for p in group["params"] if rule is not None else ():  # type: ignore[attr-defined]
+            if rule is not None and p.requires_grad:
+                has_master = (dtype or p.dtype) != torch.float32
+                records[id(p)] = rule.record(tuple(local(p).shape), group, has_master=has_master)
+    found = discover(model, unit_size, width=dtype.itemsize if dtype else None, whole=records.keys())
     units = tuple(
         DiscoveredUnit(
             unit.name,
             unit.dtype,
             unit.trainable,
             tuple(
-                Member(name, tuple(local(p).shape), group_of.get(id(p), -1), copies(p))
+                Member(name, tuple(local(p).shape), group_of.get(id(p), -1), copies(p), records.get(id(p)))
                 for name, p in zip(unit.names, unit.parameters, strict=True)
             ),
         )

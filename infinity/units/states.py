@@ -19,9 +19,11 @@ import torch
 from infinity.comm.communicator import Communicator
 from infinity.comm.side import SideChannel
 from infinity.optim.cpu_adam import join_master, split_master
+from infinity.optim.parameter_rule import round_master
 from infinity.plan.formats import Range, StateFormat, StateKind
-from infinity.plan.layout import UnitLayout
+from infinity.plan.layout import Slot, UnitLayout
 from infinity.plan.placement import Extent, Placement, State, Tile, tiles
+from infinity.plan.windows import RecordsFormat
 from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
@@ -32,9 +34,11 @@ _BUFFERS = 2
 _ZEROS = 16 << 20
 """Bytes of zeros that are written at once."""
 
+RECORDS = "records"
 Flats = dict[str, torch.Tensor]
 """State name → flat tensor: `master` (numel,) in fp32 and moments in the unit's format (`infinity.plan.formats`), or
-`param` (numel,) in the unit's dtype.
+`param` (numel,) in the unit's dtype. Of rules in Python: `records`, uint8, those of all shards, with the masters of
+16-bit parameters.
 """
 
 
@@ -138,7 +142,7 @@ class UnitStates:
 
     placement: Placement
     tiers: Mapping[TierKind, Tier]
-    formats: Callable[[torch.dtype], StateFormat]
+    formats: Callable[[UnitLayout], StateFormat | RecordsFormat]
     ranks: Communicator | SideChannel
     device: Device
 
@@ -150,6 +154,12 @@ class UnitStates:
         if not layout.trainable:
             self._write_param(layout, shards["param"])
             return
+        if layout.windows:
+            param, records = self._whole(layout, flats)
+            self._write_param(layout, param)
+            tier, extent = self._at(layout, State.OPTIM)
+            tier.write(extent, records).wait()
+            return
         param = shards["master"]
         # The fp32 master is the parameter plus a remainder of 16 bits [Note: a master in 16 bits].
         if layout.dtype == torch.bfloat16:
@@ -158,6 +168,25 @@ class UnitStates:
             split_master(shards["master"], (param, shards["remainder"]))
         self._write_param(layout, param)
         self._records(layout).write(shards)
+
+    def _whole(self, layout: UnitLayout, flats: Flats) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's shard of the parameters and of the records. Records left out are zero."""
+        form, rank = RecordsFormat(layout), self.ranks.shard_rank
+        records = self.ranks.shard(flats[RECORDS]) if RECORDS in flats else host_tensor(form.shard_nbytes)
+        if layout.dtype == torch.float32:
+            return self.ranks.shard(flats["master"]), _aligned_copy(records)
+        low, high = layout.shard_range(rank)
+        param = flat_tensor(layout.shard_numel, layout.dtype)
+        for number, slot in enumerate(layout.slots):
+            if not low <= slot.offset < high:
+                continue
+            assert slot.record is not None and slot.record.master is not None
+            place = form.places[number] - rank * form.shard_nbytes
+            master = slot.record.master.of(records[place : place + slot.record.nbytes])
+            if "master" in flats:
+                master.copy_(flats["master"][slot.offset : slot.stop].view(slot.shape))
+            round_master(master, param[slot.offset - low :][: slot.numel].view(slot.shape))
+        return param, _aligned_copy(records)
 
     def read(self, layout: UnitLayout) -> Flats:
         """Return the unit's states, complete on every rank. Collective."""
@@ -169,8 +198,17 @@ class UnitStates:
         """Return the unit's states with only this rank's shards filled in."""
         param = self._read_shard(layout)
         flats = {"param": param}
-        if layout.trainable:
-            kinds = self.formats(layout.dtype).states
+        if layout.windows:
+            form = RecordsFormat(layout)
+            flats[RECORDS] = host_tensor(form.shard_nbytes * layout.world_size)
+            tier, extent = self._at(layout, State.OPTIM)
+            records = host_tensor(form.shard_nbytes)
+            tier.read(extent, records).wait()
+            self.ranks.shard(flats[RECORDS]).copy_(records)
+            if layout.dtype == torch.float32:
+                flats["master"] = param
+        elif layout.trainable:
+            kinds = self._native(layout).states
             flats = {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
             self._records(layout).read({name: self.ranks.shard(flat) for name, flat in flats.items()})
             kept = flats.pop("remainder", None)
@@ -201,12 +239,35 @@ class UnitStates:
         tier.read(extent, shard).wait()
         return flat
 
-    def kinds(self, layout: UnitLayout) -> tuple[StateKind, ...]:
-        """Return the states of a unit that `write` takes and `read` returns."""
+    def kinds(self, layout: UnitLayout, slot: int = 0, updates: int = 0) -> tuple[StateKind, ...]:
+        """Return the states of a parameter that `write` takes and `read` returns. updates: number of them so far, on
+        which the states of rules in Python depend.
+        """
         if not layout.trainable:
             return (StateKind("param", layout.dtype),)
-        moments = (k for k in self.formats(layout.dtype).states if k.name not in ("remainder", "master"))
+        if (record := layout.slots[slot].record) is not None:
+            return record.kinds(updates)
+        moments = (k for k in self._native(layout).states if k.name not in ("remainder", "master"))
         return (StateKind("master", torch.float32), *moments)
+
+    def empty(self, layout: UnitLayout) -> Flats:
+        """Return zeros for all states of a unit, as `write` takes them."""
+        if layout.windows:
+            flats = {RECORDS: host_tensor(RecordsFormat(layout).shard_nbytes * layout.world_size)}
+            if layout.dtype == torch.float32:
+                flats["master"] = flat_tensor(layout.numel, torch.float32)
+            return flats
+        return {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in self.kinds(layout)}
+
+    def of_slot(self, layout: UnitLayout, flats: Flats, slot: int, updates: int) -> Flats:
+        """Return views of a parameter's states, by name, in their saved shapes. `kinds` gives their order."""
+        place, kinds = layout.slots[slot], self.kinds(layout, slot, updates)
+        if place.record is None:
+            return {kind.name: view(kind, place, flats[kind.name]) for kind in kinds}
+        memory = RecordsFormat(layout).of(flats[RECORDS], slot)
+        master = place.record.master
+        values = flats["master"][place.offset : place.stop].view(place.shape) if master is None else master.of(memory)
+        return {"master": values, **{field.name: field.of(memory) for field in place.record.states(updates).fields}}
 
     def fetch(self, layout: UnitLayout, shard: torch.Tensor) -> Transfer:
         """Start reading this rank's shard of the parameters into `shard`, uint8 (shard_nbytes,). See `Tier.fetch`."""
@@ -257,10 +318,35 @@ class UnitStates:
         tier, extent = self._at(layout, State.PARAM)
         tier.read(extent, before.view(torch.uint8)).wait()
         self.device.copy(after.view(torch.uint8), shard).wait()
-        self._records(layout).sync_masters(before.view(torch.int16) != after.view(torch.int16), after)
+        changed = before.view(torch.int16) != after.view(torch.int16)
+        if layout.windows:
+            self._sync_whole(layout, changed, after)
+        else:
+            self._records(layout).sync_masters(changed, after)
+
+    def _sync_whole(self, layout: UnitLayout, changed: torch.Tensor, values: torch.Tensor) -> None:
+        """Set the masters of `changed` elements of this rank's shard to `values`."""
+        form, rank = RecordsFormat(layout), self.ranks.shard_rank
+        tier, extent = self._at(layout, State.OPTIM)
+        records = host_tensor(form.shard_nbytes)
+        tier.read(extent, records).wait()
+        low, high = layout.shard_range(rank)
+        for number, slot in enumerate(layout.slots):
+            part = slice(slot.offset - low, slot.stop - low)
+            if low <= slot.offset < high and changed[part].any():
+                assert slot.record is not None and slot.record.master is not None
+                place = form.places[number] - rank * form.shard_nbytes
+                master = slot.record.master.of(records[place : place + slot.record.nbytes]).view(-1)
+                master[changed[part]] = values[part][changed[part]].float()
+        tier.write(extent, records).wait()
+
+    def _native(self, layout: UnitLayout) -> StateFormat:
+        states = self.formats(layout)
+        assert isinstance(states, StateFormat)
+        return states
 
     def _records(self, layout: UnitLayout) -> Records:
-        states = self.formats(layout.dtype)
+        states = self._native(layout)
         cut = tiles(layout.shard_numel, self.placement.tile_sizes[layout.index], states)
         return Records(*self._at(layout, State.OPTIM), states, cut)
 
@@ -276,3 +362,17 @@ class UnitStates:
     def _at(self, layout: UnitLayout, state: State) -> tuple[Tier, Extent]:
         extent = self.placement.of(layout.index, state)
         return self.tiers[extent.tier], extent
+
+
+def view(kind: StateKind, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
+    """Return a view of a parameter's part of the unit's flat tensor, in its saved shape."""
+    return flat[kind.part(slot.offset, slot.stop)].view(kind.shape_in(slot.shape))
+
+
+def _aligned_copy(shard: torch.Tensor) -> torch.Tensor:
+    """Return `shard`, or a copy at the beginning of a page, as direct I/O requires."""
+    if shard.data_ptr() % PAGE == 0:
+        return shard
+    aligned = host_tensor(shard.numel())
+    aligned.copy_(shard)
+    return aligned

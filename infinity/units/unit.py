@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from infinity.errors import RanksError, ResidencyError, UsageError
+from infinity.errors import RanksError, ResidencyError, UpdateError, UsageError
 from infinity.interrupts import ForcedInterrupt, uninterrupted
 from infinity.observe.recorder import Recorder
 from infinity.plan.layout import UnitLayout
@@ -281,14 +281,14 @@ class Moves:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.failure: OSError | ForcedInterrupt | RanksError | UsageError | None = None
+        self.failure: OSError | ForcedInterrupt | RanksError | UpdateError | UsageError | None = None
         """Data did not arrive, or an edit is lost, so the engine must not continue from this state."""
 
     def moving(self) -> AbstractContextManager[None]:
         """Move units in the block: an error there stops the engine, and Ctrl-C waits for the end of the block."""
         return _Moving(self)
 
-    def fail(self, error: OSError | ForcedInterrupt | RanksError | UsageError) -> None:
+    def fail(self, error: OSError | ForcedInterrupt | RanksError | UpdateError | UsageError) -> None:
         """Stop the engine because of the error of a transfer, or of an edit that must not be written."""
         self.failure = error
 
@@ -322,7 +322,7 @@ class _Moving(AbstractContextManager[None]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, OSError | ForcedInterrupt | RanksError):
+        if isinstance(error, OSError | ForcedInterrupt | RanksError | UpdateError):
             self._moves.fail(error)
         try:
             self._modes.__exit__(kind, error, trace)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from infinity.optim.parameter_rule import ParameterHyper
 from infinity.plan.layout import Run, UnitLayout
 from infinity.rules import Hyper
 from infinity.tiers.pool import Lease
@@ -111,7 +112,7 @@ class UpdateJob:
     layout: UnitLayout
     runs: Callable[[], Sequence[Run]]
     """Returns the ranges to update. Called once the gradient has arrived, since it shows which parameters have one."""
-    hypers: Sequence[Hyper]
+    hypers: Sequence[Hyper | ParameterHyper]
     grad_scale: float
     first: int
     """Index of the shard's first element in the model."""

@@ -26,6 +26,7 @@ from infinity.plan.formats import moments_in
 from infinity.plan.layout import Part
 from infinity.rules import RULES, Hyper, MomentFormat, RuleName
 from infinity.sizes import sum_in_order
+from infinity.update.whole import update_whole
 
 
 def update_run(
@@ -224,6 +225,7 @@ class Kernels:
     """The functions of this module that an engine calls during steps."""
 
     update_run: Callable[..., None]
+    update_whole: Callable[..., int]
     receive: Callable[..., float]
     sum_of_squares: Callable[..., float]
     squares_into: Callable[[torch.Tensor, torch.Tensor, Sequence[tuple[int, int]]], None]
@@ -231,4 +233,4 @@ class Kernels:
     is_exact: Callable[[str], bool]
 
 
-NATIVE = Kernels(update_run, receive, sum_of_squares, squares_into, check_on_device, is_exact)
+NATIVE = Kernels(update_run, update_whole, receive, sum_of_squares, squares_into, check_on_device, is_exact)

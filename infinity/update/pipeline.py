@@ -14,16 +14,17 @@ from infinity import concurrency
 from infinity.plan.layout import UnitLayout
 from infinity.tiers.transfer import DONE
 from infinity.update.job import PlacedUpdate
-from infinity.update.stages import Kernel, UpdateStages
+from infinity.update.stages import Kernel, UpdateStages, WholeKernel
 from infinity.update.tiles import RunningJob, TileInFlight, UpdateBuffers
+from infinity.update.whole import update_whole
 
 
 class UpdatePipeline:
     """The thread that updates units."""
 
-    def __init__(self, buffers: UpdateBuffers, kernel: Kernel) -> None:
+    def __init__(self, buffers: UpdateBuffers, kernel: Kernel, whole: WholeKernel = update_whole) -> None:
         self._buffers = buffers
-        self._stages = UpdateStages(buffers, kernel)
+        self._stages = UpdateStages(buffers, kernel, whole)
         self.refused = self._stages.refused  # ranks exchange their number before they raise
         self._submitted = self._ended = 0
         """Numbers of jobs queued and of jobs finished by the thread. Each counter is written by one thread only."""

@@ -14,10 +14,11 @@ import torch
 
 from infinity.concurrency import now
 from infinity.plan.layout import Run, UnitLayout
+from infinity.plan.placement import TileLayout
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Failed, Transfer
 from infinity.update.job import PlacedUpdate, UpdateJob
-from infinity.update.tiles import RunningJob, TileInFlight, TileLayout, UnitTiles, UpdateBuffers
+from infinity.update.tiles import RunningJob, TileInFlight, UnitTiles, UpdateBuffers
 
 _Values = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """Parameters of a shard, and states of a tile by name."""
@@ -26,11 +27,14 @@ Kernel = Callable[..., None]
 `update_run` in `infinity.update.kernels`.
 """
 
+WholeKernel = Callable[..., int]
+"""`update_whole` in `infinity.update.whole`."""
+
 
 class UpdateStages:
     """Executes jobs tile by tile: `open`, then `read`, `compute` and `end` for each tile, in one thread at a time."""
 
-    def __init__(self, buffers: UpdateBuffers, kernel: Kernel) -> None:
+    def __init__(self, buffers: UpdateBuffers, kernel: Kernel, whole: WholeKernel) -> None:
         self.seconds = 0.0
         """Time spent in the optimizer kernels."""
         self.elements = 0
@@ -38,7 +42,7 @@ class UpdateStages:
         self.refused: list[str] = []
         """Names of units that were not updated, since their gradient was NaN or infinite."""
         self._buffers = buffers
-        self._kernel = kernel
+        self._kernel, self._whole = kernel, whole
         self._units: dict[int, UnitTiles] = {}
         self._views: dict[tuple[int, int, torch.dtype], dict[str, torch.Tensor]] = {}
         """(address, elements, dtype of parameters) → states of a tile, by name. Making a view takes longer than finding
@@ -194,10 +198,13 @@ class UpdateStages:
             grad = _part(job.arrived().shard, tile.start, tile.stop)
         runs = running.runs()
         began = now()
-        whole = self._states(item, item.states.tensor)
         clock = now if running.param.is_cpu else self._buffers.device.stamp
         with self._buffers.device.recorder.span("update", job.layout.name, item.states.tensor.nbytes, clock):
-            self._run(item, runs, whole, grad)
+            if job.layout.windows:
+                given = job.layout, item.layout, runs, job.hypers, running.param, item.states.tensor, grad
+                self.elements += self._whole(*given, job.grad_scale, self._buffers.device.torch_device)
+            else:
+                self._run(item, runs, self._states(item, item.states.tensor), grad)
         self.seconds += now() - began
         return True
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
-from infinity.plan.formats import GradDtypes, Range, StateFormat
+from infinity.plan.formats import GradDtypes, StateFormat
 from infinity.plan.layout import Run, UnitLayout
-from infinity.plan.placement import Placement, State, Tile, tiles
+from infinity.plan.placement import Placement, State, TileLayout, unit_tiles
 from infinity.plan.policy import UpdatedIn, updated_in
+from infinity.plan.windows import RecordsFormat
 from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier, Window
 from infinity.tiers.device import Device
@@ -34,8 +34,10 @@ class UpdateBuffers:
     """Tiers of parameters and optimizer states, by name."""
     grad_tiers: Mapping[TierKind, Tier]
     """Tiers of stored gradients, by name."""
-    formats: Callable[[torch.dtype], StateFormat]
-    """Dtype of parameters → format of their optimizer states."""
+    formats: Callable[[UnitLayout], StateFormat | RecordsFormat]
+    """Unit → format of its optimizer states."""
+    rank: int
+    """Index of this rank's shard."""
     grads: Callable[[torch.dtype], GradDtypes]
     reads_ahead: int
     """Number of tiles read ahead of compute."""
@@ -54,33 +56,27 @@ class UpdateBuffers:
 _NOTHING = torch.empty(0)
 
 
-class TileLayout(NamedTuple):
-    """A tile, and the byte range of each state in it."""
-
-    tile: Tile
-    ranges: dict[str, Range]
-
-
 class UnitTiles:
     """Extents, tiers, dtypes and tiles of a unit, reused by all its updates."""
 
     def __init__(self, layout: UnitLayout, buffers: UpdateBuffers) -> None:
-        formats, placement = buffers.formats(layout.dtype), buffers.placement
+        placement = buffers.placement
         self.param, self.optim, self.grad = (
             placement.of(layout.index, state) for state in (State.PARAM, State.OPTIM, State.GRAD)
         )
         self.param_tier, self.optim_tier = buffers.tiers[self.param.tier], buffers.tiers[self.optim.tier]
         self.grad_tier = buffers.grad_tiers[self.grad.tier]
         self.updated_in = buffers.updated_in(layout.index)
-        immediate = all(tier.immediate for tier in (self.param_tier, self.optim_tier, self.grad_tier))
+        # A rule in Python takes longer than to wake a thread, whatever the size.
+        immediate = not layout.windows and all(
+            tier.immediate for tier in (self.param_tier, self.optim_tier, self.grad_tier)
+        )
         self.is_immediate = layout.shard_numel <= INLINE and buffers.device.host_addressable and immediate
         """True if an update takes less time than to wake a thread, and waits for no transfer of its own."""
         self.stored = buffers.grads(layout.dtype).stored
         # Layouts never change, so each unit cuts its tiles once.
-        self.tiles = [
-            TileLayout(tile, formats.ranges(tile.stop - tile.start))
-            for tile in tiles(layout.shard_numel, placement.tile_sizes[layout.index], formats)
-        ]
+        tile_size = placement.tile_sizes[layout.index]
+        self.tiles = unit_tiles(layout, buffers.rank, tile_size, buffers.formats(layout))
 
 
 @dataclass(slots=True)

@@ -169,9 +169,9 @@ def test_each_version_that_was_ever_written_is_read(tmp_path: Path) -> None:
     saved(tmp_path)
     folder = tmp_path / "global_step5"
     written = json.loads((folder / "checkpoint.json").read_text())
-    for version in (1, 2, 3, 4, 5, 6, 7):
+    for version in (1, 2, 3, 4, 5, 6, 7, 8):
         (folder / "checkpoint.json").write_text(json.dumps(written | {"version": version}))
-        with pytest.raises(CheckpointError, match="format version 7") if version == 7 else nullcontext():
+        with pytest.raises(CheckpointError, match="format version 8") if version == 8 else nullcontext():
             assert read_index(folder).parameters
 
 

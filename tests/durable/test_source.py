@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from infinity.checkpoint import rng
-from infinity.checkpoint.format import Progress, shape_of, view
+from infinity.checkpoint.format import Progress
 from infinity.config import Config
 from infinity.durable.folder import manifest_file, record_file
 from infinity.durable.manifest import Manifest, manifest_of
@@ -32,7 +32,7 @@ from infinity.rules import MomentFormat
 from infinity.tier_kind import TierKind
 from infinity.tiers.files import member_of
 from infinity.tiers.open_tiers import states_of
-from infinity.units.states import Flats
+from infinity.units.states import Flats, view
 
 PROGRESS = Progress(3, 0, [{"lr": 0.1}], None, None)
 
@@ -84,7 +84,7 @@ def write_run(folder: Path, shapes: Sequence[Shape], setting: Setting) -> list[t
         optim_tier=TierKind(setting.tier),
         grad_tier=TierKind.HOST,
         grads=lambda dtype: GradDtypes(dtype, dtype, dtype),
-        states=lambda dtype: state_format(dtype, setting.master, "adamw", setting.moments),
+        states=lambda layout: state_format(layout.dtype, setting.master, "adamw", setting.moments),
         tile_size=setting.tile,
     )
     placement = place(layouts, policy)
@@ -112,7 +112,7 @@ def write_run(folder: Path, shapes: Sequence[Shape], setting: Setting) -> list[t
         }
     )
     manifest = manifest_of(cast(Any, plan), config, setting.ranks)
-    states = [(layout, _states(layout, policy.states(layout.dtype))) for layout in layouts]
+    states = [(layout, _states(layout, policy.states(layout))) for layout in layouts]
     for each in range(setting.folders):
         (folder / str(each)).mkdir()
     for rank in range(setting.ranks):
@@ -126,7 +126,7 @@ def write_run(folder: Path, shapes: Sequence[Shape], setting: Setting) -> list[t
             if extent.state is State.PARAM:
                 _put(content, start, flats["param"][low:high])
                 continue
-            form = policy.states(layout.dtype)
+            form = policy.states(layout)
             for tile in tiles(high - low, placement.tile_sizes[layout.index], form):
                 for name, field in form.ranges(tile.stop - tile.start).items():
                     part = flats[name][field.kind.part(low + tile.start, low + tile.stop)]
@@ -199,7 +199,7 @@ def test_every_parameter_is_read_as_it_was_written(shapes: list[Shape], setting:
                 found = source.read(Piece(slot.name, slot.shape), kinds)
                 for kind in kinds:
                     expected = view(kind, slot, flats["whole" if kind.name == "master" else kind.name])
-                    assert found[kind.name].shape == shape_of(kind, slot.shape)
+                    assert found[kind.name].shape == kind.shape_in(slot.shape)
                     assert torch.equal(found[kind.name].view(torch.uint8), expected.contiguous().view(torch.uint8))
                 assert (source.index.parameters[slot.name].step, source.index.global_steps) == (7, 3)
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from infinity.plan.formats import grad_dtypes, state_format
+from infinity.plan.formats import grad_dtypes
 from infinity.plan.layout import Member, layout_unit
 from infinity.plan.placement import Extent, Policy, State, place
+from infinity.plan.policy import OptimizerFormat
 from infinity.rules import Hyper
 from infinity.tier_kind import TierKind
 from infinity.tiers.accelerator import StreamTransfer
@@ -45,7 +46,7 @@ class Bench:
     def __init__(self) -> None:
         self.device = device = LateAccelerator()
         self.layout = layout_unit(0, "unit", [Member("weight", (NUMEL,), 0)], torch.float32, True, 1)
-        states = partial(state_format, master="remainder", rule=HYPER.rule, moments="fp32")
+        states = OptimizerFormat("remainder", HYPER.rule, "fp32")
         own = partial(
             grad_dtypes, communication=None, accumulation=torch.float32, summed=False, exchanged=False, whole=False
         )
@@ -61,6 +62,7 @@ class Bench:
             tiers={TierKind.DEVICE: self.tier},
             grad_tiers={TierKind.DEVICE: self.tier},
             formats=states,
+            rank=0,
             grads=own,
             reads_ahead=1,
             tile_pool=unused,

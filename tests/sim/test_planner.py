@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from infinity.plan.placement import State
 from infinity.sim import planner
 from infinity.sim.gpt2 import GPT2Config, gpt2
 from infinity.sim.machine import Links, Machine
@@ -42,6 +43,19 @@ def test_a_predicted_step_moves_the_bytes_of_every_later_one(machine: Machine, t
     for later in (len(step.steps), len(step.steps) + 1):
         again = planner._simulated(gpt2(SHAPE, None), machine.resolved(config), machine, LINKS, steps=later)
         assert (again.nvme_bytes_read, again.nvme_bytes_written) == (step.nvme_bytes_read, step.nvme_bytes_written)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=["host", "gpus"])
+@pytest.mark.parametrize("kind", ["Muon", "NAdam"])
+def test_an_optimizer_without_a_native_rule(kind: str, machine: Machine, tmp_path: Path) -> None:
+    """A step moves the records of the plan, also if the class reads values, which a simulation lacks."""
+    config = engine_config(folder=tmp_path, debug=False, bf16=False, optimizer=kind)
+    prediction = predict(lambda: gpt2(SHAPE, None), config, machine, LINKS)
+    step, plan = prediction.simulation, prediction.plan
+    assert step is not None
+    optim = sum(e.nbytes for (_, state), e in plan.placement.extents.items() if state is State.OPTIM)
+    assert any(layout.windows for layout in plan.units)
+    assert optim <= step.nvme_bytes_written
 
 
 @pytest.mark.parametrize("within", [0, 105, 175])

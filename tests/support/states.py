@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from infinity.checkpoint.format import view
 from infinity.engine.training import TrainingEngine
 
 
@@ -14,7 +13,7 @@ def states_of(engine: TrainingEngine) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for unit in engine.units:
         flats = engine.parts.states.read(unit.layout)
-        for kind in engine.parts.states.kinds(unit.layout):
-            for slot in unit.layout.slots:
-                found[f"{slot.name}/{kind.name}"] = view(kind, slot, flats[kind.name]).clone()
+        for number, slot in enumerate(unit.layout.slots):
+            values = engine.parts.states.of_slot(unit.layout, flats, number, unit.steps[number])
+            found |= {f"{slot.name}/{name}": value.clone() for name, value in values.items()}
     return found

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.plan.formats import grad_dtypes, state_format
+from infinity.plan.formats import grad_dtypes
 from infinity.plan.layout import Member, layout_unit
 from infinity.plan.placement import Policy, State, place
+from infinity.plan.policy import OptimizerFormat
 from infinity.rules import Hyper
 from infinity.tier_kind import TierKind
 from infinity.tiers.device import CpuDevice
@@ -54,7 +55,7 @@ class Bench:
 
     def __init__(self, *, late: bool = True, staged: bool = False) -> None:
         self.layout = layout_unit(0, "unit", [Member("weight", (NUMEL,), 0)], torch.float32, True, 1)
-        states = partial(state_format, master="remainder", rule=HYPER.rule, moments="fp32")
+        states = OptimizerFormat("remainder", HYPER.rule, "fp32")
         own = partial(
             grad_dtypes, communication=None, accumulation=torch.float32, summed=False, exchanged=False, whole=False
         )
@@ -72,6 +73,7 @@ class Bench:
             tiers={TierKind.NVME: self.tier},
             grad_tiers={TierKind.NVME: self.tier},
             formats=states,
+            rank=0,
             grads=own,
             reads_ahead=3,
             tile_pool=self.tiles,

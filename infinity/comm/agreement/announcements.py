@@ -83,8 +83,8 @@ CALLS = frozenset(_FUNCTIONS)
 """Calls of the script, which exchange nothing."""
 # A new operation counts as synchronous. Leave it out here if a rank can end it before another begins it.
 _SYNCHRONOUS = frozenset(Operation) - CALLS - {Operation.BROADCAST, Operation.GIVE_UP}
-_STATES = ("master", "gradient", *dict.fromkeys(chain(*(rule.moments for rule in RULES.values()))))
-"""Names of a parameter's states, which an announcement counts."""
+_STATES = ("master", "gradient", *dict.fromkeys(chain(*(rule.moments for rule in RULES.values()))), "another state")
+"""Names of a parameter's states, which an announcement counts. The last one stands for those of rules in Python."""
 _COUNT = 32
 """Lowest bit of the number of units in the length of a call for several."""
 
@@ -112,7 +112,8 @@ class Announcement:
     @classmethod
     def of_state(cls, operation: Operation, unit: int, slot: int, state: str) -> Announcement:
         """Return the announcement of a call for a parameter's state, such as "exp_avg"."""
-        return cls(operation, unit, slot * len(_STATES) + _STATES.index(state))
+        name = state if state in _STATES else _STATES[-1]
+        return cls(operation, unit, slot * len(_STATES) + _STATES.index(name))
 
     @classmethod
     def of_units(cls, operation: Operation, units: Sequence[int], source: int | None = None) -> Announcement:

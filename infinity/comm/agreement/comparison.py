@@ -71,13 +71,18 @@ def in_common(config: Config, layouts: Sequence[UnitLayout], model: nn.Module) -
     return lines
 
 
-def groups_in_common(config: Config, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return one line for each hyper-parameter of param_groups, for the same comparison as `in_common`."""
+def groups_in_common(
+    config: Config, groups: Sequence[Mapping[str, Any]], names: Mapping[int, Sequence[str]]
+) -> list[str]:
+    """Return one line for each hyper-parameter of param_groups, for the same comparison as `in_common`.
+
+    names: the keys of groups of rules in Python, by number. The others have those of the config's rule.
+    """
     everywhere = config.optimizer.params.model_dump()
     return [
         f"param_group {number} has {name} = {_plain(group.get(name, everywhere.get(name)))}"
         for number, group in enumerate(groups)
-        for name in RULES[config.optimizer.rule].keys
+        for name in names.get(number, RULES[config.optimizer.rule].keys)
     ]
 
 

@@ -283,7 +283,8 @@ TABLE: dict[str, Entry] = {**_TOP_LEVEL, **_PRECISION, **_OPTIMIZER, **ZERO_KEYS
 """Full dotted name of a key of DeepSpeed that the schema lacks → its verdict."""
 
 VALUES: dict[str, str] = {
-    "optimizer.type": "OneBitAdam, ZeroOneAdam, Lamb, Muon and others are not supported; AdamW is the nearest",
+    "optimizer.type": "pass an optimizer of another class to initialize(); OneBitAdam, ZeroOneAdam and Lamb are not "
+    "supported, and AdamW is the nearest",
     "scheduler.type": "for any other schedule, pass the optimizer that initialize() returns to a scheduler of torch",
 }
 """Full dotted name of a key → text appended to the error about an unsupported value."""

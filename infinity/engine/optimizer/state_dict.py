@@ -24,9 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from infinity.comm.dtensor import is_distributed
 from infinity.errors import CheckpointError, ConfigError, ModelError
+from infinity.optim.parameter_rule import ParameterRule
 from infinity.rules import RULES, Hyper, RuleName
 
 RULE_KEYS = {name for rule in RULES.values() for name in rule.keys}
@@ -41,10 +43,13 @@ SavedGroup = dict[str, Any]
 
 @dataclass(frozen=True)
 class SavedState:
-    """State of one parameter. step: number of updates. moments: by name, in the parameter's global shape."""
+    """State of one parameter. step: number of updates. moments: by name, in the parameter's global shape. own: the
+    state of a rule in Python, which has no moments; None: of a native rule.
+    """
 
     step: int
     moments: dict[str, torch.Tensor]
+    own: Mapping[str, Any] | None = None
 
 
 def hyper_of(rule: RuleName, group: Mapping[str, Any]) -> Hyper:
@@ -65,10 +70,12 @@ def check_state_dict(
     names: Mapping[int, str],
     trained: Container[int],
     state_dict: Mapping[str, Any],
+    rules: Sequence[ParameterRule | None] = (),
 ) -> tuple[dict[nn.Parameter, SavedState], list[SavedGroup]]:
     """Return the states by parameter and the param_groups of `state_dict`, for an optimizer with `groups`.
 
-    names: id(parameter) → its name. trained: ids of the trained parameters.
+    names: id(parameter) → its name. trained: ids of the trained parameters. rules: the rule in Python of each group;
+    None: `rule`. Their states are not checked.
 
     Raises ModelError if `state_dict` belongs to other parameters or another rule, and ConfigError for options that this
     rule lacks and for hyper-parameters out of range.
@@ -85,7 +92,12 @@ def check_state_dict(
             f"the state dict has {_counts(theirs)} and this optimizer {_counts(ours)}: pass infinity.initialize() the "
             "model_parameters of the other optimizer, in the same groups and order"
         )
-    cleaned = [_check_group(rule, number, group) for number, group in enumerate(saved_groups)]
+    own = [*rules, *(None for _ in groups)][: len(groups)]
+    cleaned = [
+        _check_group(rule, number, group) if python is None else _check_own_group(python, number, group, present)
+        for number, (group, python, present) in enumerate(zip(saved_groups, own, groups, strict=True))
+    ]
+    of_python = {id(p) for group, python in zip(groups, own, strict=True) if python for p in group["params"]}
     params = [param for group in groups for param in group["params"]]
     _check_names([name for group in saved_groups for name in group.get("param_names", ())], params, names)
     numbers = [number for group in saved_groups for number in group["params"]]
@@ -95,7 +107,10 @@ def check_state_dict(
         raise ModelError(f"the state dict has a state {unknown[0]} that is in no group: pass a complete state dict")
     states = {}
     for number, param in zip(numbers, params, strict=True):
-        saved = _check_state(rule, names[id(param)], number, param, state.get(number))
+        if id(param) in of_python:
+            saved = _own_state(state.get(number))
+        else:
+            saved = _check_state(rule, names[id(param)], number, param, state.get(number))
         if saved is not None and id(param) not in trained:
             if saved.step == 0:
                 continue  # torch's Adagrad has states of frozen parameters too
@@ -130,6 +145,31 @@ def _check_group(rule: RuleName, number: int, group: Mapping[str, Any]) -> Saved
     hyper_of(rule, group)
     drop = {"params", "param_names", "decoupled_weight_decay", *_UNSUPPORTED, *_NO_EFFECT}
     return {name: value for name, value in group.items() if name not in drop}
+
+
+def _check_own_group(
+    rule: ParameterRule, number: int, group: Mapping[str, Any], present: Mapping[str, Any]
+) -> SavedGroup:
+    """Return the values of a group of a rule in Python. `differentiable` and hints have no effect."""
+    ignored = {"params", "param_names", *_NO_EFFECT}
+    differs = sorted({*group, *present} - ignored - (group.keys() & present.keys()))
+    if differs:
+        raise ModelError(
+            f"group {number} of the state dict and of this optimizer differ in {', '.join(differs)}: load the state "
+            f"dict of {rule.name}"
+        )
+    return {name: value for name, value in group.items() if name not in ignored}
+
+
+def _own_state(state: Any) -> SavedState | None:
+    """Return the state of a parameter of a rule in Python; None if it was never updated."""
+    if not state:
+        return None
+    try:
+        step = int(float(state.get("step", 0)))
+    except (TypeError, ValueError, RuntimeError):
+        step = 0  # a state of that name which is no count
+    return SavedState(step, {}, state)
 
 
 def _check_names(saved: Sequence[str], params: Sequence[nn.Parameter], names: Mapping[int, str]) -> None:
@@ -196,7 +236,9 @@ def digest(states: Iterable[SavedState], groups: Sequence[SavedGroup]) -> int:
     crc = zlib.crc32(repr(hypers).encode())
     for state in states:
         crc = zlib.crc32(str(state.step).encode(), crc)
-        for moment in state.moments.values():
+        own = tree_leaves(state.own) if state.own is not None else []
+        crc = zlib.crc32(repr([each for each in own if not isinstance(each, torch.Tensor)]).encode(), crc)
+        for moment in (*state.moments.values(), *(each for each in own if isinstance(each, torch.Tensor))):
             values: Any = moment.detach().cpu().float().reshape(-1).numpy()
             crc = zlib.crc32(values, crc)
     return crc

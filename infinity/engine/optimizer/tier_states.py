@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.format import view
 from infinity.engine.optimizer.state_dict import SavedGroup, SavedState, check_state_dict, digest
 from infinity.engine.parts import EngineParts
 from infinity.errors import RanksError
 from infinity.optim.moments import convert_moment, fp32_moment, rounding_key
+from infinity.optim.parameter_rule import ParameterRule
+from infinity.plan.windows import RecordsFormat
 from infinity.rules import RULES
 from infinity.tiers.memory import return_freed_memory
-from infinity.units.states import Flats, flat_tensor
+from infinity.units.states import RECORDS, Flats, flat_tensor, view
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -28,8 +29,10 @@ _HALF = 1 << 16
 class TierStates:
     """Moments and step counts of one engine. Methods are collective, and called when all states are in their tiers."""
 
-    def __init__(self, parts: EngineParts, config: Config) -> None:
+    def __init__(self, parts: EngineParts, config: Config, rules: Sequence[ParameterRule | None] = ()) -> None:
+        """rules: the rule in Python of each param_group; None: the config's."""
         self._parts = parts
+        self._rules = rules
         self._rule = RULES[config.optimizer.rule]
         self._seed = config.infinity.seed
 
@@ -68,10 +71,17 @@ class TierStates:
     def _read(self, unit: Unit) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
         states, model = self._parts.states, self._parts.ranks.model
         flats = states.read_shards(unit.layout)
-        del flats["master"]  # part of the parameter, not in torch's state dicts
+        flats.pop("master", None)  # part of the parameter, not in torch's state dicts
         states.complete(flats)
-        by_parameter = {}
+        by_parameter: dict[nn.Parameter, dict[str, Any]] = {}
         for number, (slot, parameter) in enumerate(zip(unit.layout.slots, unit.parameters, strict=True)):
+            if slot.record is not None:
+                rule, updates = self._rules[slot.group], unit.steps[number]
+                assert rule is not None
+                if updates:
+                    memory = RecordsFormat(unit.layout).of(flats[RECORDS], number)
+                    by_parameter[parameter] = rule.in_torch(slot.record, updates, memory)
+                continue
             stored = {kind.name: view(kind, slot, flats[kind.name]) for kind in states.kinds(unit.layout)[1:]}
             moments = {
                 name: model.whole(parameter, fp32_moment(self._rule.name, name, stored)) for name in self._rule.moments
@@ -82,6 +92,9 @@ class TierStates:
 
     def _write(self, unit: Unit, saved_states: Mapping[nn.Parameter, SavedState]) -> None:
         states, layout = self._parts.states, unit.layout
+        if layout.windows:
+            self._write_whole(unit, saved_states)
+            return
         kinds = states.kinds(layout)[1:]
         flats: Flats = {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
         steps = [0] * len(unit.parameters)
@@ -100,6 +113,30 @@ class TierStates:
         states.write(layout, flats)
         unit.restore_steps(steps)
 
+    def _write_whole(self, unit: Unit, saved_states: Mapping[nn.Parameter, SavedState]) -> None:
+        states, layout = self._parts.states, unit.layout
+        flats = states.read(layout)
+        steps = [0] * len(unit.parameters)
+        for number, (slot, parameter) in enumerate(zip(layout.slots, unit.parameters, strict=True)):
+            saved, rule = saved_states.get(parameter), self._rules[slot.group]
+            if saved is not None and saved.own is not None:
+                assert rule is not None and slot.record is not None
+                memory = RecordsFormat(layout).of(flats[RECORDS], number)
+                steps[number] = max(saved.step, rule.from_torch(saved.own, slot.record, memory))
+        unit.snapshot_read.wait()  # a background save may still read the present states
+        states.write(layout, flats)
+        unit.restore_steps(steps)
+
+    def _check_own(self, states: Mapping[nn.Parameter, SavedState]) -> None:
+        """Raise ModelError for a state that is none of its parameter's rule in Python."""
+        for unit in self._trained():
+            for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
+                saved = states.get(parameter)
+                if slot.record is not None and saved is not None and saved.own is not None:
+                    rule = self._rules[slot.group]
+                    assert rule is not None
+                    rule.check_torch(saved.own, slot.record, slot.name)
+
     def _checked(
         self, groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]
     ) -> tuple[dict[nn.Parameter, SavedState], list[SavedGroup]]:
@@ -112,7 +149,9 @@ class TierStates:
         states: dict[nn.Parameter, SavedState] = {}
         saved_groups: list[SavedGroup] = []
         try:
-            states, saved_groups = check_state_dict(self._rule.name, groups, names, trained, state_dict)
+            native = self._rule.name
+            states, saved_groups = check_state_dict(native, groups, names, trained, state_dict, self._rules)
+            self._check_own(states)
         except Exception as caught:  # noqa: BLE001 - raised below, after the exchange with all ranks
             error = caught
         size = ranks.size * ranks.model.size

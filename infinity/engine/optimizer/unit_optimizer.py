@@ -15,6 +15,7 @@ from infinity.comm.agreement.announcements import Operation
 from infinity.engine.optimizer.loss_scale import LossScale, LossScaleNames
 from infinity.engine.optimizer.state_dict import RULE_KEYS, hyper_of
 from infinity.errors import ConfigError, ModelError, UsageError
+from infinity.optim.parameter_rule import ParameterHyper, ParameterRule
 from infinity.rules import RULES, Hyper
 from infinity.units.compiled import eager
 from infinity.units.residents import owner_of
@@ -82,6 +83,7 @@ class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
         engine: Engine,
         states: TierStates,
         loss_scale: LossScale,
+        rules: Sequence[ParameterRule | None] = (),
     ) -> None:
         self._is_complete = False
         self._loss_scale = loss_scale
@@ -89,14 +91,23 @@ class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
         self._states = states
         self._shown: dict[Any, Any] = _NoStates()
         self.rule = hyper.rule
-        """Name of the optimizer's rule, such as "adamw"."""
+        """Name of the native rule of groups that have none in Python, such as "adamw"."""
+        self._rules = list(rules) or [None] * len(groups)
+        native = [group for group, rule in zip(groups, self._rules, strict=True) if rule is None]
         known = RULES[hyper.rule].keys
-        for name in (name for group in groups for name in group if name in _OF_OTHERS and name not in known):
+        for name in (name for group in native for name in group if name in _OF_OTHERS and name not in known):
             raise ConfigError(
                 f"a param_group has {name!r}, which {hyper.rule} does not use: only {', '.join(known)} may differ by "
                 "group"
             )
-        super().__init__(groups, {name: getattr(hyper, name) for name in known})
+        filled = [{**hyper.by_key(), **g} if r is None else g for g, r in zip(groups, self._rules, strict=True)]
+        # Without defaults, which torch would add to groups of other rules.
+        super().__init__(filled, {})
+        first = next(filter(None, self._rules), None)
+        self.defaults = hyper.by_key() if native or first is None else dict(first.optimizer.defaults)
+        """Hyper-parameters of a group without its own; schedulers look for `betas` and `momentum` there."""
+        self._shared: tuple[list[dict[str, Any]], ...] = ()
+        """The lists of param_groups of the client's optimizers."""
         self._lists = [list(group["params"]) for group in self.param_groups]
         self._is_complete = True
 
@@ -167,8 +178,9 @@ class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
             packed = super().state_dict()
         finally:
             self._shown = _NoStates()
-        extra = RULES[self.rule].torch_keys
-        return {**packed, "param_groups": [{**extra, **group} for group in packed["param_groups"]]}
+        extra = [RULES[self.rule].torch_keys if rule is None else {} for rule in self._rules]
+        groups = [{**more, **group} for more, group in zip(extra, packed["param_groups"], strict=True)]
+        return {**packed, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load moments, step counts and hyper-parameters from `state_dict()`, or from torch.optim's optimizer of the
@@ -199,18 +211,29 @@ class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
             handle.remove()
             self._replace_groups(shared)  # torch has assigned new ones
 
-    def share_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Use the param_groups of another optimizer with the same groups, updated with the present values, so that a
-        scheduler of either optimizer changes both.
+    def share_groups(self, *lists: list[dict[str, Any]]) -> None:
+        """Use the param_groups of one or several optimizers with the same groups, updated with the present values, so
+        that a scheduler of either changes both.
         """
+        groups = lists[0] if len(lists) == 1 else [*chain(*lists)]
         for group, own in zip(groups, self.param_groups, strict=True):
             own.update({**group, **own})
+        self._shared = lists
         self._replace_groups(groups)
 
     def share_hooks(self, other: torch.optim.Optimizer) -> None:
         """Run the hooks of `other`, registered before or after this call, in each step."""
-        self._optimizer_step_pre_hooks = other._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = other._optimizer_step_post_hooks
+
+        def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            for hook in tuple(other._optimizer_step_pre_hooks.values()):
+                hook(self, args, kwargs)
+
+        def after(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            for hook in tuple(other._optimizer_step_post_hooks.values()):
+                hook(self, args, kwargs)
+
+        self.register_step_pre_hook(before)
+        self.register_step_post_hook(after)
 
     def _replace_groups(self, groups: list[dict[str, Any]]) -> None:
         """Use the list and the dicts of `groups`, with the contents of the present ones."""
@@ -220,24 +243,36 @@ class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
                 group.clear()
                 group.update(own)
 
-    def hypers(self) -> list[Hyper]:
+    def hypers(self) -> list[Hyper | ParameterHyper]:
         """Return the present hyper-parameters of each param_group.
 
         Raises ConfigError for values out of range. Raises UsageError for changes that torch.optim supports and an
         engine does not: other parameters in the groups, amsgrad, maximize.
         """
         groups = self.param_groups
-        lists = [group["params"] for group in groups]
+        shared = [*chain(*self._shared)] if len(self._shared) > 1 else groups
+        lists = [group["params"] for group in shared]
         if [*map(len, lists)] != [*map(len, self._lists)] or not all(map(is_, chain(*lists), chain(*self._lists))):
             raise UsageError(
                 "the parameters of optimizer.param_groups were changed, but an engine trains those passed to "
                 "initialize(), in their groups: undo the change. To leave a parameter out, call requires_grad_(False) "
                 "on it; for other groups, save a checkpoint, close the engine, and pass them as model_parameters."
             )
-        for name in ("maximize", "amsgrad"):
-            if name in RULES[self.rule].torch_keys and any(group.get(name) for group in groups):
-                raise UsageError(f"{name} of a param_group was set, which an engine does not support: unset it")
-        return [hyper_of(self.rule, group) for group in self.param_groups]
+        found: list[Hyper | ParameterHyper] = []
+        for group, rule in zip(groups, self._rules, strict=True):
+            if rule is not None:
+                found.append(ParameterHyper(rule, {k: _present(v) for k, v in group.items() if k != "params"}))
+                continue
+            for name in ("maximize", "amsgrad"):
+                if name in RULES[self.rule].torch_keys and group.get(name):
+                    raise UsageError(f"{name} of a param_group was set, which an engine does not support: unset it")
+            found.append(hyper_of(self.rule, group))
+        return found
+
+
+def _present(value: Any) -> Any:
+    """Return a value of a param_group that later changes leave alone: a scheduler changes a tensor in place."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def refuse_managed(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -79,16 +79,16 @@ def step_arguments(scheduler: RateScheduler | None, lr_kwargs: Mapping[str, Any]
 
 
 def construct_scheduler(
-    scheduler: RateScheduler | MakeScheduler, optimizer: torch.optim.Optimizer, client: torch.optim.Optimizer | None
+    scheduler: RateScheduler | MakeScheduler, optimizer: torch.optim.Optimizer, *clients: torch.optim.Optimizer
 ) -> RateScheduler:
     """Return a scheduler of `optimizer`, the engine's, from an instance that was checked or from a function of it.
 
-    client: the client's optimizer, whose param_groups `optimizer` shares.
+    clients: the client's optimizers, whose param_groups `optimizer` shares.
     """
     if not constructs_schedulers(scheduler):
         return scheduler  # type: ignore[return-value]
     constructed = scheduler(optimizer)  # type: ignore[operator]
-    check_scheduler(constructed, optimizer, client)
+    check_scheduler(constructed, optimizer, *clients)
     return constructed
 
 
