@@ -9,19 +9,19 @@ rule.update(parameter, gradient, memory, record, updates, group)  # one step of 
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from infinity.errors import ConfigError, ModelError
 from infinity.optim.cpu_adam import split_master, split_master_torch
-from infinity.plan.records import Field, Record, States, record_of
+from infinity.optim.own_states import alike, copied, describe, load, same, shown, store, why_not_stored
+from infinity.optim.separate import Coupled, check_separate, check_signature
+from infinity.plan.records import Record, States, record_of
 
 Group = Mapping[str, Any]
 """A param_group."""
@@ -33,7 +33,6 @@ _OF_TORCH = {"state", "param_groups", "_opt_called", "_step_count"}
 """Attributes that torch changes in a step."""
 _PROBED = 3
 """Updates after which the states of a parameter keep their names and shapes."""
-_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _FIX = "Train with a class that updates each parameter from its own gradient and state, such as torch.optim.AdamW"
 
 
@@ -46,14 +45,7 @@ class ParameterHyper:
 
     def changed(self, other: Any) -> list[str]:
         """Return the keys whose values differ from those of another time, `other`."""
-        return [name for name, value in self.values.items() if not _same(value, other.values.get(name))]
-
-
-@dataclass(frozen=True)
-class _Constant:
-    """A state that never changes and is no tensor and no number, such as None."""
-
-    value: Any
+        return [name for name, value in self.values.items() if not same(value, other.values.get(name))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +57,8 @@ class ParameterRule:
 
     optimizer: torch.optim.Optimizer
     _records: dict[tuple[Any, ...], Record] = field(default_factory=dict, repr=False)
+    _attributes: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
+    """Name of a parameter → attributes that a script has set on it."""
 
     @property
     def name(self) -> str:
@@ -79,21 +73,17 @@ class ParameterRule:
         states, or gives a parameter another value in the presence of other parameters. Steps on tiny tensors show it.
         """
         rule = cls(optimizer)
-        step = inspect.signature(type(optimizer).step)
-        required = [
-            p.name for p in list(step.parameters.values())[1:] if p.default is p.empty and p.kind < p.VAR_POSITIONAL
-        ]
-        if required:
-            raise rule.refused(f"its step() needs {', '.join(required)}, so it couples parameters")
-        for number, group in enumerate(optimizer.param_groups):
-            if group.get("differentiable"):
-                raise ConfigError(
-                    f"param_group {number} of the optimizer ({rule.name}) has differentiable=True, which an engine "
-                    "does not support: construct it without"
-                )
-            shapes = sorted({_tiny(p.dim()) for p in group["params"] if p.requires_grad})
-            if shapes:
-                rule._check_is_separate(group, shapes)
+        try:
+            check_signature(type(optimizer))
+            for number, group in enumerate(optimizer.param_groups):
+                if group.get("differentiable"):
+                    raise ConfigError(
+                        f"param_group {number} of the optimizer ({rule.name}) has differentiable=True, which an engine "
+                        "does not support: construct it without"
+                    )
+                check_separate(rule.step, group)
+        except Coupled as error:
+            raise rule.refused(str(error)) from error
         return rule
 
     def refused(self, why: str) -> ConfigError:
@@ -103,71 +93,93 @@ class ParameterRule:
             f"optimizer is a {kind.__module__}.{kind.__name__}, which an engine cannot apply: {why}. {_FIX}"
         )
 
-    def record(self, shape: tuple[int, ...], group: Group, *, has_master: bool) -> Record:
+    def record(
+        self,
+        shape: tuple[int, ...],
+        group: Group,
+        *,
+        has_master: bool,
+        name: str = "",
+        attributes: Mapping[str, Any] | None = None,
+    ) -> Record:
         """Return the format of the states of an fp32 parameter of `shape`, as steps on a copy without memory show it.
 
-        has_master: the record holds the parameter's fp32 master. Raises ConfigError for states of other types.
+        has_master: the record holds the parameter's fp32 master. name, attributes: of the parameter, such as
+        `use_muon`; its updates have them, too. Raises ConfigError for states of other types.
         """
-        key = shape, has_master, *((name, repr(value)) for name, value in group.items() if name != "params")
+        own = dict(attributes or {})
+        if own:
+            self._attributes[name] = own
+        values = ((key, repr(value)) for key, value in (*group.items(), *own.items()) if key != "params")
+        key = shape, has_master, *values
         if key not in self._records:
             try:
-                after = self._probe(shape, group, "meta")
-            except Exception:  # noqa: BLE001 - a step that reads a value, which tensors without memory lack
-                after = self._probe(shape, group, "cpu")
+                after = self._probed(shape, group, own)
+            except Coupled as error:
+                raise self.refused(str(error)) from error
+            except Exception as error:
+                text = f"a step over a tensor of shape {list(shape)} ended in {type(error).__name__}: {error}"
+                raise self.refused(text) from error
             self._records[key] = record_of(shape, after, has_master=has_master)
         return self._records[key]
 
     def update(
-        self, param: torch.Tensor, grad: torch.Tensor, memory: torch.Tensor, record: Record, updates: int, group: Group
+        self,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        memory: torch.Tensor,
+        record: Record,
+        updates: int,
+        group: Group,
+        name: str = "",
     ) -> None:
         """Update an fp32 parameter in place, and its states in `memory`.
 
         param, grad: of one shape, contiguous, on one device; `grad` is overwritten. memory: uint8 (record.nbytes,),
-        there too. updates: number of updates before this one. Raises ValueError if the states have other names, shapes
-        or dtypes than after the first updates, since they have no place in `memory` then.
+        there too. updates: number of updates before this one. name: as of `record`. Raises ValueError if the states
+        have other names, shapes or dtypes than after the first updates, since they have no place in `memory` then.
         """
         target = nn.Parameter(param)
+        vars(target).update(self._attributes.get(name, {}))
         target.grad = grad
-        found = self._step([target], group, [self._loaded(record.states(updates), memory)])[0]
+        found = self.step([target], group, [load(record.states(updates), memory)])[0]
         if target.data_ptr() != param.data_ptr():  # assigned to `.data`
             param.copy_(target.detach())
-        self._store(found, record.states(updates + 1), memory)
+        store(found, record.states(updates + 1), memory)
 
     def in_torch(self, record: Record, updates: int, memory: torch.Tensor) -> dict[str, Any]:
         """Return the states as the optimizer keeps them, with copies of the tensors."""
-        states = self._loaded(record.states(updates), memory)
-        leaves, tree = tree_flatten(states)
-        copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        copied: dict[str, Any] = tree_unflatten(copies, tree)
-        return copied
+        return copied(load(record.states(updates), memory))
 
     def check_torch(self, state: Mapping[str, Any], record: Record, name: str) -> int:
         """Return a number of updates after which a parameter has such a state, in torch's layout.
 
         Raises ModelError, with the parameter's name, if there is none.
         """
-        fields, tree = _fields(state)
+        found = describe(state)
         for updates, states in enumerate(record.after, start=1):
-            if _alike(fields, states.fields) and tree == states.tree:
+            if alike(found, states):
                 return updates
-        expected = ", ".join(map(_shown, record.after[-1].fields)) or "no state"
         raise ModelError(
-            f"the state of {name} has {', '.join(map(_shown, fields))}, and {self.name} has {expected}: load the state "
-            "dict of an optimizer of this class, with the same options, over the same parameters"
+            f"the state of {name} has {shown(found.fields)}, and {self.name} has {shown(record.after[-1].fields)}: "
+            "load the state dict of an optimizer of this class, with the same options, over the same parameters"
         )
 
     def from_torch(self, state: Mapping[str, Any], record: Record, memory: torch.Tensor) -> int:
         """Store a parameter's state, in torch's layout, into `memory`. Returns `check_torch`."""
         updates = self.check_torch(state, record, "a parameter")
-        self._store(dict(state), record.after[updates - 1], memory)
+        store(state, record.after[updates - 1], memory)
         return updates
 
     # -- the class -----------------------------------------------------------------------------------------------------
 
-    def _step(
+    def step(
         self, params: Sequence[nn.Parameter], group: Group, states: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Run one step of the class over `params`. Returns their states."""
+        """Run one step of the class over `params`, which have gradients and `states`. Returns their states.
+
+        Raises Coupled if the step changes something else.
+        """
         kind = type(self.optimizer)
         worker = object.__new__(kind)
         given = {name: value for name, value in vars(self.optimizer).items() if name != "step"}
@@ -180,142 +192,40 @@ class ParameterRule:
         step: Callable[..., Any] = kind.step
         with torch.no_grad():
             (step.__wrapped__ if getattr(step, "hooked", False) else step)(worker)  # type: ignore[attr-defined]
-        changed = [name for name, value in own.items() if name not in before or not _same(value, before[name])]
+        changed = [name for name, value in own.items() if name not in before or not same(value, before[name])]
         if changed:
-            raise self.refused(
-                f"its step() changes {changed[0]!r} of the param_group, which is not a parameter's state"
-            )
+            raise Coupled(f"its step() changes {changed[0]!r} of the param_group, which is not a parameter's state")
         attributes = [
             name
             for name, value in vars(worker).items()
-            if name not in _OF_TORCH and name not in hooks and not _same(value, given.get(name, self))
+            if name not in _OF_TORCH and name not in hooks and not same(value, given.get(name, self))
         ]
         if attributes:
-            raise self.refused(f"its step() changes its attribute {attributes[0]!r}, which is not a parameter's state")
+            raise Coupled(f"its step() changes its attribute {attributes[0]!r}, which is not a parameter's state")
         return [state.get(p, {}) for p in params]
 
-    def _probe(self, shape: tuple[int, ...], group: Group, device: str) -> tuple[States, ...]:
+    def _probed(self, shape: tuple[int, ...], group: Group, attributes: Mapping[str, Any]) -> tuple[States, ...]:
         """Return the states after each of the first updates of a parameter of `shape`."""
-        param = nn.Parameter(torch.full(shape, 0.5, device=device))
+        try:
+            return self._probe(nn.Parameter(torch.empty(shape, device="meta")), group, attributes)
+        except Coupled:
+            raise
+        except Exception:  # noqa: BLE001 - a step that reads a value, which tensors without memory lack
+            return self._probe(nn.Parameter(torch.full(shape, 0.5)), group, attributes)
+
+    def _probe(self, param: nn.Parameter, group: Group, attributes: Mapping[str, Any]) -> tuple[States, ...]:
+        vars(param).update(attributes)
         state: dict[str, Any] = {}
         found: list[States] = []
         for _ in range(_PROBED):
-            param.grad = torch.full(shape, 0.25, device=device)
-            state = self._step([param], group, [state])[0]
-            fields, tree = _fields(state)
-            if (unstored := [each for each in fields if each.dtype.is_complex]) != []:
-                raise self.refused(f"its state {unstored[0].name} is complex")
-            found.append(States(tuple(fields), tree))
-        while len(found) > 1 and _alike(found[-1].fields, found[-2].fields) and found[-1].tree == found[-2].tree:
+            param.grad = torch.full_like(param, 0.25)
+            state = self.step([param], group, [state])[0]
+            if why := why_not_stored(state, param):
+                raise Coupled(why)
+            found.append(describe(state, is_meta=param.is_meta))
+        while len(found) > 1 and alike(found[-1], found[-2]):
             found.pop()
         return tuple(found)
-
-    def _check_is_separate(self, group: Group, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Raise ConfigError unless a step over several parameters has the bits of steps over each."""
-        generator = torch.Generator().manual_seed(0)
-
-        def drawn(shape: tuple[int, ...]) -> torch.Tensor:
-            return torch.randn(shape, generator=generator)
-
-        values = [drawn(shape) for shape in shapes for _ in range(2)]
-        together = [nn.Parameter(value.clone()) for value in values]
-        apart = [nn.Parameter(value.clone()) for value in values]
-        states: list[dict[str, Any]] = [{} for _ in values]
-        alone: list[dict[str, Any]] = [{} for _ in values]
-        before = torch.get_rng_state()
-        try:
-            for _ in range(_PROBED):
-                for one, other in zip(together, apart, strict=True):
-                    one.grad = drawn(tuple(one.shape))
-                    other.grad = one.grad.clone()
-                states = self._step(together, group, states)
-                alone = [self._step([param], group, [state])[0] for param, state in zip(apart, alone, strict=True)]
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise self.refused(f"a step over tiny tensors ended in {type(error).__name__}: {error}") from error
-        if not torch.equal(before, torch.get_rng_state()):
-            raise self.refused("its step() draws random numbers, which depend on the order of parameters")
-        if any(not torch.equal(one, other) for one, other in zip(together, apart, strict=True)):
-            raise self.refused("a parameter's update depends on the other parameters of the step")
-
-    # -- states --------------------------------------------------------------------------------------------------------
-
-    def _loaded(self, states: States, memory: torch.Tensor) -> dict[str, Any]:
-        """Return the optimizer's own dict of a parameter; its tensors are views of `memory`."""
-        if states.tree is None:
-            return {}
-        fields = iter(states.fields)
-        tree, constants = states.tree
-
-        def value(constant: _Constant | None) -> Any:
-            if constant is not None:
-                return constant.value
-            each = next(fields)
-            there = each.of(memory)
-            return there.item() if each.is_number else there
-
-        loaded: dict[str, Any] = tree_unflatten([value(constant) for constant in constants], tree)
-        return loaded
-
-    def _store(self, state: dict[str, Any], states: States, memory: torch.Tensor) -> None:
-        """Copy what the optimizer has not changed in place to `memory`."""
-        fields, tree = _fields(state)
-        if not _alike(fields, states.fields) or tree != states.tree:
-            had, has = (", ".join(map(_shown, each)) for each in (states.fields, fields))
-            raise ValueError(f"its states are {has or 'none'} now, and were {had or 'none'} at the first steps")
-        values = [leaf for leaf in tree_flatten(state)[0] if isinstance(leaf, (torch.Tensor, bool, int, float))]
-        for each, value in zip(states.fields, values, strict=True):
-            place = each.of(memory)
-            if not isinstance(value, torch.Tensor):
-                place.fill_(value)
-            elif value.data_ptr() != place.data_ptr() or not value.is_contiguous():
-                place.copy_(value)
-
-
-def _fields(state: Mapping[str, Any]) -> tuple[list[Field], tuple[Any, tuple[_Constant | None, ...]]]:
-    """Return the tensors and numbers of a parameter's state, and where they are in it."""
-    paths, tree = tree_flatten_with_path(dict(state))
-    fields: list[Field] = []
-    constants: list[_Constant | None] = []
-    for path, leaf in paths:
-        name = ".".join(str(getattr(key, "key", getattr(key, "idx", keystr((key,))))) for key in path)
-        if isinstance(leaf, torch.Tensor):
-            fields.append(Field(name, leaf.dtype, tuple(leaf.shape)))
-            constants.append(None)
-        elif type(leaf) in _NUMBERS:
-            fields.append(Field(name, _NUMBERS[type(leaf)], (), is_number=True))
-            constants.append(None)
-        else:
-            constants.append(_Constant(leaf))
-    return fields, (tree, tuple(constants))
-
-
-def _alike(some: Iterable[Field], others: Iterable[Field]) -> bool:
-    """Return whether states have the same names, dtypes and shapes."""
-    return [_signature(each) for each in some] == [_signature(each) for each in others]
-
-
-def _signature(each: Field) -> tuple[Any, ...]:
-    return each.name, each.dtype, each.shape, each.is_number
-
-
-def _shown(each: Field) -> str:
-    return f"{each.name} {'number' if each.is_number else list(each.shape)}"
-
-
-def _tiny(dims: int) -> tuple[int, ...]:
-    """Return a shape of so many dimensions, with few elements."""
-    return (3, 4, 2, 2, *(1,) * dims)[:dims]
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Return whether a step left a value as it was."""
-    if value is other:
-        return True
-    if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(value, other)
-    return type(value) is type(other) and bool(value == other)
 
 
 def round_master(master: torch.Tensor, param: torch.Tensor) -> None:

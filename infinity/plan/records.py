@@ -29,6 +29,8 @@ class Field:
     first: int = 0
     is_number: bool = False
     """True for a Python number, which the optimizer keeps instead of a tensor."""
+    on_host: bool = field(default=False, compare=False)
+    """True for a tensor that the optimizer keeps in host memory, wherever it updates: a count of steps."""
 
     @property
     def nbytes(self) -> int:

@@ -285,11 +285,13 @@ def discover_model(
         if p.requires_grad
     }
     records: dict[int, Record] = {}
+    names = {id(p): own_name(name) for name, p in model.named_parameters()} if any(rules) else {}
     for group, rule in zip(groups, rules, strict=False):
         for p in group["params"] if rule is not None else ():  # type: ignore[attr-defined]
             if rule is not None and p.requires_grad:
                 has_master = (dtype or p.dtype) != torch.float32
-                records[id(p)] = rule.record(tuple(local(p).shape), group, has_master=has_master)
+                own = {"name": names[id(p)], "attributes": vars(p)}
+                records[id(p)] = rule.record(tuple(local(p).shape), group, has_master=has_master, **own)
     found = discover(model, unit_size, width=dtype.itemsize if dtype else None, whole=records.keys())
     units = tuple(
         DiscoveredUnit(

@@ -57,7 +57,7 @@ class _Parameter:
     """One parameter, and its record, in the memory of their tier."""
 
     def __init__(self, slot: Slot, record: Record, values: torch.Tensor, memory: torch.Tensor) -> None:
-        self._record, self._memory = record, memory
+        self._name, self._record, self._memory = slot.name, record, memory
         self._values = values.view(slot.shape)
 
     def update(
@@ -69,12 +69,12 @@ class _Parameter:
             gradient = gradient * scale
         if record.master is None:
             values = self._values.to(device)
-            hyper.rule.update(values, gradient, memory, record, updates, hyper.values)
+            hyper.rule.update(values, gradient, memory, record, updates, hyper.values, self._name)
             if values is not self._values:
                 self._values.copy_(values)
         else:
             master = record.master.of(memory)
-            hyper.rule.update(master, gradient, memory, record, updates, hyper.values)
+            hyper.rule.update(master, gradient, memory, record, updates, hyper.values, self._name)
             round_master(master, self._values)
         if memory is not self._memory:
             self._memory.copy_(memory)

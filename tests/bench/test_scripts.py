@@ -166,6 +166,7 @@ def test_cuda_kernels_leave_table_and_samples(monkeypatch: pytest.MonkeyPatch, t
         ["zero", *TINY, "--rounds", "1", "--steps", "1", "--only", "ddp", "fsdp2", "infinity stage 3"],
         ["save", *TINY, "--rounds", "1", "--steps", "1"],
         ["checksums", *TINY, "--rounds", "1", "--steps", "1"],
+        ["optimizers", *TINY, "--rounds", "1", "--steps", "1"],
         ["drafts", *TINY, "--rounds", "1", "--steps", "1"],
         ["draft_kernel", "--parameters", "1e5", "--rounds", "1"],
         ["overhead", "--only", "memory", "--rounds", "1", "--out"],

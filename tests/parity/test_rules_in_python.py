@@ -49,7 +49,8 @@ def test_equals_a_plain_loop(kind: str, param: str, optim: str, bf16: bool, accu
     expected = plain(stack(), OPTIMIZERS[kind], batches, config)
     with opened(kind, config) as engine:
         assert len(engine.units) > 3
-        assert engine.parts.tier_bytes() == engine.parts.plan.nbytes()
+        plan, held = engine.parts.plan, engine.parts.tier_bytes()
+        assert all(plan.nbytes()[tier] <= nbytes <= plan.peak_nbytes()[tier] for tier, nbytes in held.items())
         found = Result(train(engine, batches), parameters_of(engine))
     assert found.losses == expected.losses
     assert_equal(found.parameters, expected.parameters)
@@ -295,6 +296,33 @@ class Coupling(Counting):
             p.sub_(p.grad / norm)
 
 
+class Decaying(Counting):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.9)
+
+
+class Sharing(Counting):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["same"] = p.detach()
+
+
+class Marked(optim.SGD):
+    """Reads an attribute of the parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] * getattr(p, "factor", 1.0))
+
+
 class Drawing(Counting):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -312,6 +340,8 @@ class Drawing(Counting):
         (Grouping, "changes 'calls' of the param_group"),
         (Coupling, "depends on the other parameters"),
         (Drawing, "draws random numbers"),
+        (Decaying, "that have no gradient"),
+        (Sharing, "share memory"),
         (lambda params: optim.NAdam(params, differentiable=True), "differentiable=True"),
     ],
 )
@@ -319,6 +349,20 @@ def test_an_optimizer_that_cannot_be_applied_is_refused(make: Any, says: str) ->
     model = stack()
     with pytest.raises(ConfigError, match=says):
         infinity.initialize(model, engine_config("cpu", "cpu"), optimizer=make(model.parameters()))
+
+
+def test_attributes_of_parameters(tmp_path: Path) -> None:
+    """A class reads attributes that a script has set, as `use_muon`."""
+
+    def make(model: nn.Module) -> list[optim.Optimizer]:
+        matrices(model)[1].factor = 3.0  # type: ignore[attr-defined]
+        return [Marked(model.parameters(), lr=0.1)]
+
+    config, model = engine_config(folder=tmp_path, bf16=True), stack()
+    with infinity.initialize(model, config, optimizer=make(model), device=CpuDevice())[0] as engine:
+        train(engine, token_batches(2))
+        found = parameters_of(engine)
+    assert_equal(found, plain(stack(), make, token_batches(2), config).parameters)
 
 
 def test_other_refusals(tmp_path: Path) -> None:
@@ -342,7 +386,7 @@ def test_a_state_that_has_no_place_is_an_error(tmp_path: Path) -> None:
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
             for group in self.param_groups:
-                for p in group["params"]:
+                for p in (p for p in group["params"] if p.grad is not None):
                     count = self.state[p]["count"] = self.state[p].get("count", 0) + 1
                     if count == 5:
                         self.state[p]["late"] = torch.zeros_like(p)

@@ -30,7 +30,7 @@ class Sluggish(optim.Optimizer):
                     continue
                 state = self.state[p]
                 if not state:
-                    state |= {"count": 0, "sums": [torch.zeros(p.shape[0]), None]}
+                    state |= {"count": 0, "sums": [torch.zeros(p.shape[0], device=p.device), None]}
                 state["count"] += 1
                 state["sums"][0] += p.grad.reshape(p.shape[0], -1).sum(1)
                 if state["count"] == 2:

@@ -1,0 +1,130 @@
+"""A step by several optimizers with every state on NVMe, beside the same optimizer in a plain loop in memory.
+
+    python bench/optimizers.py                      # 110 M parameters in fp32; about 15 minutes on 2 cores
+    python bench/optimizers.py --layers 2 --rounds 1 --steps 2
+
+AdamW is updated by native kernels and by torch's own step on whole parameters, the others by their own steps. Every
+process trains one model, by an engine or by a plain loop; kinds take turns, since machines are shared. Writes
+bench/results/optimizers.json, then draws optimizers.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import training
+from report.page import publish
+
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "AdamW, native": ("AdamW", {}),
+    "AdamW, torch's step": ("AdamW", {"optimizer": "torch"}),
+    "NAdam": ("NAdam", {}),
+    "Adafactor": ("Adafactor", {}),
+    "Muon and AdamW": ("Muon", {}),
+}
+"""`optimizer.type`, and keys of the section `infinity`."""
+KINDS = [name for kind in ENGINES for name in (kind, f"{kind}: plain loop") if name != "AdamW, native: plain loop"]
+WARM_UP = 3
+"""Steps that are not counted: the first records the trace."""
+
+
+def arguments() -> argparse.Namespace:
+    parser = harness.make_parser(__doc__, "optimizers")
+    training.add_shape(parser, hidden=768, layers=14, heads=12, vocab=8192, sequence=128, batch=4)
+    parser.add_argument("--rounds", type=int, default=3, help="processes of each kind")
+    parser.add_argument("--steps", type=int, default=5, help="counted steps of each process, after 3 that warm up")
+    parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="folder for the states")
+    parser.add_argument("--only", choices=KINDS, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
+    """Train by `kind`, and return the seconds of each step, the peak of resident memory and the bytes moved."""
+    optimizer, keys = ENGINES[kind.removesuffix(": plain loop")]
+    config = training.nvme_config(args, 0.0, **keys)
+    config |= {"bf16": {"enabled": False}, "optimizer": {"type": optimizer, "params": {"lr": 1e-4}}}
+    if kind.endswith("plain loop"):
+        return plain(args, config)
+    import infinity
+
+    engine = infinity.initialize(model=training.make_gpt2(args, "meta", tied=False), config=config)[0]
+
+    def step(batch: tuple[Any, ...]) -> None:
+        engine.backward(engine(*batch))
+        engine.step()
+
+    moved: list[Any] = []
+    seconds = timed(args, step, lambda: moved.append(harness.moved_so_far(engine)))
+    counted = moved[1] - moved[0]
+    found = {
+        "seconds": seconds,
+        "peak_rss": harness.peak_rss(),
+        "read": counted.nvme_bytes_read / args.steps,
+        "written": counted.nvme_bytes_written / args.steps,
+        "parameters": sum(p.numel() for p in engine.module.parameters()),
+    }
+    engine.close()
+    return found
+
+
+def plain(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, Any]:
+    """Train by the same optimizers in a plain loop."""
+    from infinity.config import Config
+    from infinity.engine.torch_optimizers import configured_optimizers
+
+    model = training.make_gpt2(args, tied=False)
+    config |= {"infinity": {"optimizer": "torch"}}
+    optimizers = configured_optimizers(Config.load(config), model, None)
+
+    def step(batch: tuple[Any, ...]) -> None:
+        model(*batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return {"seconds": timed(args, step, lambda: None), "peak_rss": harness.peak_rss()}
+
+
+def timed(args: argparse.Namespace, step: Callable[[tuple[Any, ...]], None], count: Callable[[], None]) -> list[float]:
+    """Return the seconds of each counted step. count: called before and after them."""
+    batch, seconds = training.random_batches(args), []
+    for number in range(args.steps + WARM_UP):
+        if number == WARM_UP:
+            count()
+        began = time.perf_counter()
+        step(batch())
+        seconds.append(time.perf_counter() - began)
+    count()
+    return seconds[WARM_UP:]
+
+
+def child(kind: str) -> dict[str, Any]:
+    return harness.run_child(__file__, [*sys.argv[1:], "--only", kind])
+
+
+def show(found: dict[str, Any]) -> str:
+    return f"{harness.spread(found['seconds']).median:.2f} s, {found['peak_rss'] / 1e9:.2f} GB"
+
+
+def main() -> None:
+    args = arguments()
+    if args.only:
+        print(json.dumps(run(args, args.only)))
+        return
+    target = harness.target(args)
+    if not args.redraw:
+        runs = harness.collect(KINDS, args.rounds, child, show)
+        flags = {name: getattr(args, name) for name in (*training.SHAPE, "rounds", "steps")}
+        harness.write_json(target, {**harness.head("optimizers", path=args.nvme_path), "args": flags, "runs": runs})
+    publish(target)
+
+
+if __name__ == "__main__":
+    main()
