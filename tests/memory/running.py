@@ -66,6 +66,22 @@ def train(layers: int, folder: str, steps: int = 3, **options: Any) -> None:
         engine.settle()
 
 
+def stream(layers: int, folder: str, streams: bool = True) -> None:
+    """Train a step and stream the weights, three times. streams: False: only train."""
+    with infinity.initialize(model(layers), config(folder), device=CpuDevice())[0] as engine:
+        for _ in range(3):
+            engine.backward(engine(TOKENS, TOKENS))
+            engine.step()
+            for _, value in infinity.stream_weights(engine) if streams else ():
+                assert value.isfinite().all()
+                del value
+
+
+def largest_block(layers: int) -> int:
+    """Return the bytes of the largest block's parameters in bf16."""
+    return max(2 * sum(p.numel() for p in block.parameters()) for block in model(layers).h)
+
+
 def save_and_load(layers: int, folder: str) -> None:
     """Save and load without training, since the checkpoint has the same size."""
     with infinity.initialize(model(layers), config(folder), device=CpuDevice())[0] as engine:
