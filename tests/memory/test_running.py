@@ -51,6 +51,12 @@ def test_a_stream_of_weights_takes_a_unit_beside_the_buffers(tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(300)
+def test_the_budget_of_a_second_engine_is_a_share_of_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    peak_rss(running.two_engines, layers=8)
+
+
+@pytest.mark.timeout(300)
 def test_a_tiled_layer_takes_no_more_memory_for_more_tiles(tmp_path: Path) -> None:
     """Training, saving and loading hold tiles of 8 MiB, of 8 and of 32."""
     for outputs in (32_768, 131_072):
