@@ -28,6 +28,7 @@ __all__ = [
     "set_full_fp32_param",
     "set_full_grad",
     "set_full_optimizer_state",
+    "stream_weights",
 ]
 
 # Types for checkers are in __init__.pyi, so that the root imports none of its rooms.
@@ -48,6 +49,7 @@ _HOMES = {
     "set_full_fp32_param": "infinity.engine.gather.set_full_fp32_param",
     "set_full_grad": "infinity.engine.gather.set_full_grad",
     "set_full_optimizer_state": "infinity.engine.gather.set_full_optimizer_state",
+    "stream_weights": "infinity.engine.stream.stream_weights",
 }
 
 

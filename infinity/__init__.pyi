@@ -14,6 +14,7 @@ from infinity.engine.gather import (
 )
 from infinity.engine.inference import InferenceEngine as InferenceEngine
 from infinity.engine.initialize import init_inference as init_inference, initialize as initialize
+from infinity.engine.stream import stream_weights as stream_weights
 from infinity.engine.training import TrainingEngine
 from infinity.errors import InfinityError as InfinityError
 

@@ -400,6 +400,17 @@ class Communicator:
         said = self._together(announced, lambda: self._pairs.all_gather_ints(flags))
         return set().union(*map(unpack_flags, said))
 
+    def ended_streams(self, ends: bool) -> Future[list[int]]:
+        """Return the future data-parallel ranks that pass True: those that read no further tensor of a stream of
+        sharded weights. Does not wait, since a rank may end its stream at any time.
+        """
+        announced = Announcement(Operation.STREAM_TENSOR, length=1)
+        return self._thread.submit(self._agreed, announced, set(), self._ended, ends)
+
+    def _ended(self, ends: bool) -> list[int]:
+        said = self._pairs.all_gather_ints([int(ends)])
+        return [rank for rank, [flag] in enumerate(said) if flag]
+
     def sum(self, value: float) -> float:
         """Return the sum of one fp64 number over ranks, in rank order, with the same bits on all."""
         return self.sums(value)[0]

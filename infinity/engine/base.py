@@ -68,6 +68,7 @@ class BaseEngine(ABC):
         """Measured bytes and seconds: what each tier holds, and what was moved since the engine was constructed."""
         self._broken = ""
         self._closed = False
+        self._end_stream: Callable[[], None] = _nothing
         self._process = os.getpid()
         cast_buffers(self.module, config)
         self._precision = ForwardPrecision.of(config, parts.device.torch_device, dtype)
@@ -183,6 +184,22 @@ class BaseEngine(ABC):
         self._check_open()
         self.ranks.begin(Announcement(call))
 
+    def settle_between_steps(self, what: str, call: Operation) -> None:
+        """Call `settle` once all ranks have begun `call`.
+
+        Raises UsageError between backward and step, since `what` does not include gradients.
+        """
+        self._check_between_steps(what)
+        self.begin_together(call)
+        self.settle()
+
+    def _check_between_steps(self, what: str) -> None:  # noqa: B027 - inference has no steps
+        """Raise UsageError between backward and step. what: first words of the error's text."""
+
+    def open_stream(self, end: Callable[[], None]) -> None:
+        """Call `end` at the beginning of the engine's next call, which ends a stream of weights."""
+        self._end_stream = end
+
     def load_with(self, load: Callable[[nn.Module], object]) -> None:
         """Call `load` with the model, whose parameters it may edit, also by `load_state_dict`. Collective.
 
@@ -254,6 +271,7 @@ class BaseEngine(ABC):
                 )
             return
         self._closed = True
+        self._end_stream()
         open_engines.discard(self)
         self._hooks.remove()
         healthy = not self._broken and self.parts.store.moves.failure is None and not self.parts.ranks.error
@@ -300,6 +318,7 @@ class BaseEngine(ABC):
 
     @eager
     def _check_open(self) -> None:
+        """Raise UsageError or RanksError if the engine cannot be used. Every call of the engine begins with it."""
         if os.getpid() != self._process:
             raise UsageError(
                 f"this engine belongs to process {self._process}, whose memory and threads do not exist in this forked "
@@ -313,3 +332,9 @@ class BaseEngine(ABC):
         if self.parts.ranks.error:  # set by the thread of collectives, which has no caller to raise it
             self._broken = self.parts.ranks.error
             raise RanksError(self._broken)
+        end, self._end_stream = self._end_stream, _nothing
+        end()
+
+
+def _nothing() -> None:
+    return None

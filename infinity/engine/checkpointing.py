@@ -38,10 +38,6 @@ class CheckpointingEngine(BaseEngine):
     loss_scale: LossScale
 
     @abstractmethod
-    def _check_between_steps(self, what: str) -> None:
-        """Raise UsageError between backward and step. what: first words of the error's text."""
-
-    @abstractmethod
     def _settle(self) -> None:
         """Execute pending updates and wait until every state is in its tier, without checks."""
 

@@ -45,8 +45,8 @@ __all__ = [
 ]
 
 _LESS = (
-    "gather fewer parameters at a time, or none, since a parameter is fetched where it is read (TRL: "
-    "ds3_gather_for_generation=False)"
+    "gather fewer parameters at a time; to read weights, take infinity.stream_weights(engine), which holds one at a "
+    "time; or gather none, since a parameter is fetched where it is read (TRL: ds3_gather_for_generation=False)"
 )
 
 

@@ -716,15 +716,6 @@ class TrainingEngine(CheckpointingEngine):
         self.updates.runner.discard()
         self._reports.forget_losses()
 
-    def settle_between_steps(self, what: str, call: Operation) -> None:
-        """Call `settle` once all ranks have begun `call`.
-
-        Raises UsageError between backward and step, since `what` does not include gradients.
-        """
-        self._check_between_steps(what)
-        self.begin_together(call)
-        self.settle()
-
     def _check_between_steps(self, what: str) -> None:
         self._step.check(Call.STATES, what)
 

@@ -14,6 +14,7 @@ from infinity.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, Of
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import infinity
 import infinity.deepspeed as deepspeed
 from infinity.errors import CheckpointError, UsageError
 from support.models import Linears, Stack, seeded, token_batches, vector_batches
@@ -185,6 +186,15 @@ def test_parameters_hold_their_values_between_steps_below_stage_3(opens: Opens, 
         now = {name: parameter.detach().clone() for name, parameter in held.items()}
         for name, value in engine.training_engine.stream_state_dict():
             assert torch.equal(now[name], value), name
+
+
+def test_its_weights_are_streamed(opens: Opens) -> None:
+    """`infinity.stream_weights` takes this engine as well as Infinity's own."""
+    engine = opens(3)
+    expected = engine.training_engine.state_dict()
+    values = dict(infinity.stream_weights(engine))
+    assert values.keys() == expected.keys()
+    assert all(torch.equal(values[name], value) for name, value in expected.items())
 
 
 def test_an_fp16_overflow_is_shown_as_a_skipped_step(opens: Opens, tmp_path: Path) -> None:

@@ -222,6 +222,7 @@ def test_the_cost_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     lines = [record.message for record in caplog.records if "GatheredParameters" in record.message]
     assert len(lines) == 1 and cost > 0
     assert "holds 38 units at once" in lines[0] and f" {cost:,} bytes on each rank" in lines[0]
+    assert "infinity.stream_weights(engine)" in lines[0]
 
 
 @pytest.mark.parametrize("limit", [None, "device", "host"])

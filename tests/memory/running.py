@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from typing import Any
 
 import torch
@@ -64,6 +65,44 @@ def train(layers: int, folder: str, steps: int = 3, **options: Any) -> None:
             engine.backward(engine(TOKENS, TOKENS))
             engine.step()
         engine.settle()
+
+
+def stream(layers: int, folder: str, streams: bool = True) -> None:
+    """Train a step and stream the weights, three times. streams: False: only train."""
+    with infinity.initialize(model(layers), config(folder), device=CpuDevice())[0] as engine:
+        for _ in range(3):
+            engine.backward(engine(TOKENS, TOKENS))
+            engine.step()
+            for _, value in infinity.stream_weights(engine) if streams else ():
+                assert value.isfinite().all()
+                del value
+
+
+def two_engines(layers: int) -> None:
+    """Construct engines for training and for inference with `auto` budgets, in a limited address space."""
+    with open("/proc/self/statm") as statm:
+        mapped = int(statm.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + (2 << 30), resource.RLIM_INFINITY))
+    section = {"device": "nvme", "nvme_path": "."}
+    settings = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"offload_param": section, "offload_optimizer": section},
+        "infinity": {"memory": {"host": "auto"}},
+    }
+    with infinity.initialize(model(layers), settings, device=CpuDevice())[0] as engine:
+        first, held = engine.parts.plan.budget.host, engine.ledger.tier_bytes()["host"]
+        assert held > 150e6  # so the budget keeps states in host memory
+        with infinity.init_inference(model(layers), settings, device=CpuDevice()) as reference:
+            second = reference.parts.plan.budget.host
+            assert first is not None and second is not None
+            assert second <= first - held // 2, (first, second, held)  # of what is free, half is for states
+            assert all(value.isfinite().all() for _, value in infinity.stream_weights(reference))
+
+
+def largest_block(layers: int) -> int:
+    """Return the bytes of the largest block's parameters in bf16."""
+    return max(2 * sum(p.numel() for p in block.parameters()) for block in model(layers).h)
 
 
 def save_and_load(layers: int, folder: str) -> None:

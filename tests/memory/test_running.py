@@ -40,6 +40,23 @@ def test_checkpoints_and_inference_take_no_more_memory_for_more_layers(tmp_path:
 
 
 @pytest.mark.timeout(300)
+def test_a_stream_of_weights_takes_a_unit_beside_the_buffers(tmp_path: Path) -> None:
+    """The caller drops each tensor. All weights together would be 32 times the bound."""
+    peak, trained = (
+        peak_rss(running.stream, layers=MANY, folder=str(tmp_path), streams=streams) for streams in (True, False)
+    )
+    print(f"peak RSS with and without a stream: {peak / 1e6:.1f} and {trained / 1e6:.1f} MB")
+    assert peak <= trained + running.largest_block(MANY)
+    assert growth(running.stream, folder=str(tmp_path)) < 0.1
+
+
+@pytest.mark.timeout(300)
+def test_the_budget_of_a_second_engine_is_a_share_of_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    peak_rss(running.two_engines, layers=8)
+
+
+@pytest.mark.timeout(300)
 def test_a_tiled_layer_takes_no_more_memory_for_more_tiles(tmp_path: Path) -> None:
     """Training, saving and loading hold tiles of 8 MiB, of 8 and of 32."""
     for outputs in (32_768, 131_072):

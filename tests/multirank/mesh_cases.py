@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -99,6 +100,9 @@ def accessed(rank: int, *, folder: str) -> dict[str, torch.Tensor]:
         found["squares"] = sum(gradient.double().square().sum() for gradient in gradients)
         engine.step()
         found["norm"] = torch.tensor(engine.get_global_grad_norm(), dtype=torch.float64)
+        with pytest.raises(UsageError, match="tensor parallelism, which it does not support"):
+            next(infinity.stream_weights(engine))
+        assert engine.state_dict()  # the ranks are in step
     return found
 
 

@@ -46,6 +46,8 @@ class Operation(IntEnum):
     GATHER_PARAMETERS = 19
     READ_STATE = 20
     WRITE_STATE = 21
+    STREAM_WEIGHTS = 22
+    STREAM_TENSOR = 23
 
 
 _VERBS = {
@@ -61,6 +63,7 @@ _VERBS = {
     Operation.COMPARE_BATCHES: "compares the first batches",
     Operation.EXCHANGE: "exchanges objects",
     Operation.DISCARD_EDITS: "discards edits",
+    Operation.STREAM_TENSOR: "streams a tensor",
 }
 
 _FUNCTIONS = {
@@ -74,6 +77,7 @@ _FUNCTIONS = {
     Operation.GATHER_PARAMETERS: "GatheredParameters",
     Operation.READ_STATE: "get_full",
     Operation.WRITE_STATE: "set_full",
+    Operation.STREAM_WEIGHTS: "stream_weights",
 }
 """Functions that the script called; those of states begin with these words."""
 _OF_STATE = {"master": "fp32_param", "gradient": "grad"}
