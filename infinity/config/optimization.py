@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from infinity.config.fields import Beta, Count, CountOrZero, Number, Positive, Section, Share, Switch
-from infinity.rules import RULES, Rule, RuleName, rule_of_type
+from infinity.rules import RULES, Constant, Rule, RuleName, rule_of_type
 
-_TYPES: dict[str, Any] = {"number": Number, "positive": Positive, "betas": tuple[Beta, Beta], "switch": Switch}
+_TYPES: dict[str, Any] = {
+    "number": Number,
+    "signed": Number,
+    "positive": Positive,
+    "switch": Switch,
+    "steps": CountOrZero | None,
+}
 """Kind of a `Constant` → type of its key."""
 
 
@@ -42,10 +48,15 @@ class OptimizerSection(Section):
         return cast("RuleName", self.type.lower())
 
 
+def _type_of(constant: Constant) -> Any:
+    betas: Any = tuple
+    return betas[(Beta,) * len(constant.default)] if constant.kind == "betas" else _TYPES[constant.kind]
+
+
 def _section_of(rule: Rule) -> type[OptimizerSection]:
     """Return the section of a rule, whose keys are in its row of `infinity.rules.RULES`."""
     keys: dict[str, Any] = {
-        constant.name: (_TYPES[constant.kind], Field(constant.default, description=constant.meaning))
+        constant.name: (_type_of(constant), Field(constant.default, description=constant.meaning))
         for constant in rule.constants
     }
     params = create_model(
