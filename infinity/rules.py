@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from infinity.errors import ConfigError
 
-RuleName = Literal["adam", "adamw", "adagrad", "lion", "sgd"]
+RuleName = Literal["adam", "adamw", "adagrad", "lion", "sgd", "ademamix"]
 MomentFormat = Literal["fp32", "bf16", "8bit"]
 
 
@@ -197,6 +197,34 @@ _ROWS = (
         torch_keys=_OF_TORCH,
         marks=("dampening",),
         counts_steps=False,
+        is_deepspeeds=False,
+    ),
+    Rule(
+        name="ademamix",
+        type="AdEMAMix",
+        source="AdEMAMix (Pagliardini, Ablin & Grangier 2024).",
+        moments=("exp_avg_fast", "exp_avg_slow", "exp_avg_sq"),
+        roots=("exp_avg_sq",),
+        about="Constants of AdEMAMix, named and defaulted as in bitsandbytes. Its states are named as by its authors.",
+        constants=(
+            Constant("lr", 1e-3, "number", _RATE),
+            Constant(
+                "betas",
+                (0.9, 0.999, 0.9999),
+                "betas",
+                "Decay of the fast mean of the gradient, of the mean of its square, and of the slow mean.",
+            ),
+            Constant("alpha", 5.0, "number", "Weight of the slow mean beside the fast one."),
+            Constant("t_alpha", None, "steps", "Steps in which `alpha` grows from 0, linearly; null: none."),
+            Constant(
+                "t_beta3",
+                None,
+                "steps",
+                "Steps in which the half-life of the slow mean grows from that of the fast one, linearly; null: none.",
+            ),
+            Constant("eps", 1e-8, "positive", "Added to the root of the second moment."),
+            Constant("weight_decay", 0.01, "number", _DECOUPLED),
+        ),
         is_deepspeeds=False,
     ),
 )

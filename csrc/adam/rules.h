@@ -180,6 +180,65 @@ struct RuleSgd {
     }
 };
 
+// AdEMAMix (Pagliardini, Ablin & Grangier 2024): Adam with a second, slower mean of gradients, whose start from zero is
+// not corrected. The slow mean's weight, alpha, grows linearly over t_alpha steps, and the half-life of its decay,
+// beta3, from that of beta1 over t_beta3 steps.
+struct RuleAdEMAMix {
+    static constexpr const char* kName = "ademamix";
+    static constexpr int kMoments = 3, kRoot = 2;
+    static constexpr Constant kConstants[] = {{"lr"},
+                                              {"beta1", Range::kBeta},
+                                              {"beta2", Range::kBeta},
+                                              {"beta3", Range::kBeta},
+                                              {"alpha"},
+                                              {"t_alpha"},
+                                              {"t_beta3"},
+                                              {"eps"},
+                                              {"weight_decay"}};
+    struct Given {
+        double lr, beta1, beta2, beta3, alpha, t_alpha, t_beta3, eps, weight_decay;
+    };
+    float grad_scale, minus_decay, beta1, one_minus_beta1, beta3, one_minus_beta3, beta2, one_minus_beta2,
+        inv_correction2, eps, fast_size, slow_size;
+
+    RuleAdEMAMix() = default;
+    RuleAdEMAMix(const Given& h, const CallNumbers& call) {
+        double slow = h.beta3;
+        if (call.step < h.t_beta3) {  // 1 / log(beta) is proportional to the half-life
+            const double part = call.step / h.t_beta3;
+            slow = std::exp(1.0 / ((1.0 - part) / std::log(h.beta1) + part / std::log(h.beta3)));
+        }
+        const double alpha = call.step < h.t_alpha ? h.alpha * (call.step / h.t_alpha) : h.alpha;
+        grad_scale = single(call.grad_scale);
+        minus_decay = single(-(h.lr * h.weight_decay));
+        beta1 = single(h.beta1);
+        one_minus_beta1 = single(1.0 - h.beta1);
+        beta3 = single(slow);
+        one_minus_beta3 = single(1.0 - slow);
+        beta2 = single(h.beta2);
+        one_minus_beta2 = single(1.0 - h.beta2);
+        inv_correction2 = single(1.0 / std::sqrt(1.0 - std::pow(h.beta2, call.step)));
+        eps = single(h.eps);
+        fast_size = single(-(h.lr / (1.0 - std::pow(h.beta1, call.step))));
+        slow_size = single(-(h.lr * alpha));
+    }
+
+    template <class V, bool root, class Float = typename V::Float>
+    INFINITY_FN void update(Float& p, Float g, Float (&moments)[kMoments]) const {
+        auto& [fast, slow, v] = moments;
+        g = V::mul(g, V::set(grad_scale));
+        fast = V::fma(V::set(one_minus_beta1), g, V::mul(fast, V::set(beta1)));
+        slow = V::fma(V::set(one_minus_beta3), g, V::mul(slow, V::set(beta3)));
+        if constexpr (root) v = V::mul(v, v);
+        v = V::fma(V::mul(V::set(one_minus_beta2), g), g, V::mul(v, V::set(beta2)));
+        const Float deviation = V::sqrt(v);
+        if constexpr (root) v = deviation;
+        const Float step = V::fma(V::set(slow_size), slow, V::mul(V::set(fast_size), fast));
+        const Float denominator = V::fma(deviation, V::set(inv_correction2), V::set(eps));
+        p = V::add(p, V::fma(p, V::set(minus_decay), V::div(step, denominator)));
+    }
+};
+
 // ---- the list ----
 
 // A rule's facts for callers that have its number.
@@ -205,7 +264,7 @@ struct ListOf {
 };
 
 // A rule's number is its place in this list.
-using Rules = ListOf<RuleAdam<false>, RuleAdam<true>, RuleAdagrad, RuleLion, RuleSgd>;
+using Rules = ListOf<RuleAdam<false>, RuleAdam<true>, RuleAdagrad, RuleLion, RuleSgd, RuleAdEMAMix>;
 
 inline constexpr std::size_t kRules = sizeof(Rules::kRows) / sizeof(RuleRow);
 static_assert(kRules <= kMostRules);

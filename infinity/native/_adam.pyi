@@ -52,7 +52,7 @@ def update(
 ) -> None:
     """Perform one step of `rule` on n elements, in place.
 
-    rule: as torch.optim's class of the name; Lion as Chen et al. (2023).
+    rule: as torch.optim's class of the name; Lion as Chen et al. (2023), AdEMAMix as Pagliardini et al. (2024).
         `infinity.rules` lists its moments and its constants.
     format: formats of `param` and `master`:
         "fp32"         param fp32; master is ignored (pass 0)

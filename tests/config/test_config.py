@@ -181,7 +181,7 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
         ({"bf16": {"enabled": 1}}, "bf16.enabled: must be true or false, not 1"),
         (
             {"optimizer": {"type": "Lamb"}},
-            'optimizer.type: must be "AdamW", "Adam", "Adagrad", "Lion" or "SGD", not "Lamb"; OneBitAdam, ',
+            'optimizer.type: must be "AdamW", "Adam", "Adagrad", "Lion", "SGD" or "AdEMAMix", not "Lamb"; OneBitAdam, ',
         ),
         (
             {"optimizer": {"type": "Lion", "params": {"eps": 1}}},

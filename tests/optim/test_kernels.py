@@ -42,7 +42,7 @@ def test_every_combination(make: Callable[..., Any], format: str, moments: str, 
                     result.assert_guards()
 
 
-@pytest.mark.parametrize("rule", ["adamw", "lion"])
+@pytest.mark.parametrize("rule", ["adamw", "lion", "ademamix"])
 def test_small_sizes_and_blocks(make: Callable[..., Any], format: str, moments: str, rule: str, isa: str) -> None:
     whole = make(format, "bf16", max(AROUND_BLOCKS), rule=rule, moments=moments, seed=1, hostile=True)
     for n in (*SMALL, *AROUND_BLOCKS):
@@ -93,6 +93,10 @@ def test_an_element_does_not_depend_on_its_place(
     lr=st.floats(0, 10),
     beta1=st.one_of(st.sampled_from([0.0, 0.5, 0.9]), st.floats(0, 1, exclude_max=True)),
     beta2=st.one_of(st.sampled_from([0.0, 0.999]), st.floats(0, 1, exclude_max=True)),
+    beta3=st.one_of(st.sampled_from([0.0, 0.9999]), st.floats(0, 1, exclude_max=True)),
+    alpha=st.one_of(st.just(0.0), st.floats(0, 100)),
+    t_alpha=st.integers(0, 20),
+    t_beta3=st.integers(0, 20),
     eps=st.one_of(st.sampled_from([0.0, 1e-45, 1e-40]), st.floats(0, 1)),
     weight_decay=st.one_of(st.just(0.0), st.floats(0, 1)),
     momentum=st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 2)),

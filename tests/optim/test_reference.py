@@ -14,6 +14,7 @@ from infinity.optim.cpu_adam import join_master, split_master, split_master_torc
 from infinity.optim.moments import zero_moments
 from infinity.rules import Hyper
 from support.adam_arrays import hyper_for
+from support.ademamix import AdEMAMix
 
 STEPS, N = 20, 10_007
 
@@ -188,6 +189,31 @@ def test_twenty_steps_of_lion(betas: tuple[float, float]) -> None:
         average = betas[1] * average + (1 - betas[1]) * grad.double()
     assert relative(moments[0], average) < 1e-6
     assert float((param - expected).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"betas": (0.9, 0.95, 0.99), "alpha": 8.0, "weight_decay": 0.1},
+        {"t_alpha": 15, "t_beta3": 25},
+        {"betas": (0.5, 0.0, 0.9), "t_alpha": 1, "t_beta3": 5},
+    ],
+    ids=str,
+)
+def test_twenty_steps_of_ademamix(options: dict[str, Any]) -> None:
+    """Warm-ups end within the steps, or go on beyond them."""
+    follows(Hyper("ademamix", lr=1e-2, **options), gradients(8), lambda params: AdEMAMix(params, 1e-2, **options))
+
+
+def test_the_slow_mean_of_ademamix_warms_up_from_no_fast_mean() -> None:
+    """With the first beta 0, whose half-life is 0, the third warms up from 0: its half-life is a share of its own."""
+    hyper = Hyper("ademamix", lr=0.0, betas=(0.0, 0.9, 0.81), t_beta3=2)
+    param, (moments, _) = torch.zeros(20), zero_moments("ademamix", 20, "fp32")
+    for step, beta3 in ((1, 0.81**2), (2, 0.81)):
+        before = moments[1].clone()
+        update_flat(param, None, torch.ones(20), moments, [], hyper, step)
+        torch.testing.assert_close(moments[1], beta3 * before + 1 - beta3)
 
 
 def test_lions_sign_of_zero_and_nan() -> None:

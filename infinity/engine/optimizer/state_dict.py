@@ -32,7 +32,7 @@ from infinity.rules import RULES, Hyper, RuleName
 RULE_KEYS = {name for rule in RULES.values() for name in rule.keys}
 """Keys of a param_group that some rule reads."""
 KEYS_OF_TORCH = {name for rule in RULES.values() if rule.torch for name in rule.keys}
-"""Keys by which an optimizer's param_group differs from those of others."""
+"""Keys by which an optimizer's param_group differs from those of others. bitsandbytes' Adam has AdEMAMix's, too."""
 _UNSUPPORTED = ("amsgrad", "maximize")
 _NO_EFFECT = ("foreach", "capturable", "differentiable", "fused", "initial_accumulator_value")
 """Keys of torch's groups that select an implementation, or have an effect only before the first step."""
