@@ -11,6 +11,8 @@ from infinity.plan.formats import BLOCK
 from infinity.rules import RULES
 
 HYPER: dict[str, Any] = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9}
+HYPER |= {"dampening": 0.0, "nesterov": False, "lr_decay": 0.0}
+"""Constants of every rule."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GRADIENTS = {"fp32": "fp32", "remainder": "bf16", "master": "bf16", "master_fp16": "fp16"}
 TITLES = {

@@ -22,7 +22,7 @@ import harness
 from adam_cases import CASES, DTYPES, HYPER, TORCH_BYTES, Case
 from infinity.optim import cuda_adam
 from infinity.optim.moments import zero_moments
-from infinity.rules import Hyper
+from infinity.rules import RULES, Hyper
 from report.adam_cuda import tables
 from report.page import publish
 
@@ -39,8 +39,8 @@ class Candidate:
 
 
 def updates(case: Case, n: int, device: str) -> list[Candidate]:
-    given = {name: value for name, value in HYPER.items() if not name.startswith("beta")}
-    hyper = Hyper(case.rule, betas=(HYPER["beta1"], HYPER["beta2"]), **given)
+    constants = HYPER | {"betas": (HYPER["beta1"], HYPER["beta2"])}
+    hyper = Hyper(case.rule, **{name: constants[name] for name in RULES[case.rule].keys})
     param = torch.zeros(n, dtype=DTYPES[case.gradient], device=device)
     kept = {"fp32": None, "remainder": torch.int16}.get(case.format, torch.float32)
     master = None if kept is None else torch.zeros(n, dtype=kept, device=device)

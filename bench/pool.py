@@ -58,6 +58,10 @@ def make_update(native: Any, nbytes: int, threads: int) -> tuple[int, Callable[[
             grad_dtype="bf16",
             moment_format="fp32",
             lr=1e-3,
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=0.0,
             step=1,
             threads=threads,
         )

@@ -1,8 +1,8 @@
 """Optimizer rules: one row for each, and the hyper-parameters of a parameter group.
 
 `RULES` is the only place that states a fact about a rule. The config's sections, the optimizers that `initialize`
-accepts, torch's state dicts, imports of checkpoints and the states' formats derive from it. A rule's arithmetic is in
-`csrc/adam/rules.h`, where `csrc/adam/types.h` repeats its name and its number of moments.
+accepts, torch's state dicts, imports of checkpoints and the states' formats derive from it. A rule's arithmetic is a
+struct in `csrc/adam/rules.h`, which repeats its name, its number of moments and the names of its constants.
 """
 
 from __future__ import annotations
@@ -15,22 +15,42 @@ from typing import Any, Literal
 
 from infinity.errors import ConfigError
 
-RuleName = Literal["adam", "adamw", "adagrad", "lion", "sgd"]
+RuleName = Literal["adam", "adamw", "adagrad", "lion", "sgd", "ademamix"]
 MomentFormat = Literal["fp32", "bf16", "8bit"]
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A hyper-parameter: a field of `Hyper`, a key of param_groups and of the config's `optimizer.params`."""
+    """A hyper-parameter: an attribute of `Hyper`, a key of param_groups and of the config's `optimizer.params`."""
 
     name: str
     default: Any
     """Default in the config."""
-    kind: Literal["number", "positive", "betas", "switch"]
-    """Values that the config accepts: from 0, above 0, two numbers in [0, 1), or a boolean."""
+    kind: Literal["number", "signed", "positive", "betas", "switch", "steps"]
+    """Values that the config accepts: from 0, also below 0 in param_groups, above 0, as many numbers in [0, 1) as in
+    the default, a boolean, or a whole number of steps or None."""
     meaning: str
     deepspeed: Any = None
     """DeepSpeed's default, as in JSON, where it differs."""
+
+    def numbers(self, value: Any) -> dict[str, float]:
+        """Return the arguments of the native kernels for a value. Raises ConfigError if it is out of range."""
+        if self.kind == "betas":
+            count = len(self.default)
+            if len(value) != count or not all(_is_number(beta) and 0.0 <= beta < 1.0 for beta in value):
+                raise ConfigError(f"{self.name} are {value}: give {('two', 'three')[count - 2]} numbers in [0, 1)")
+            return {f"beta{place}": beta for place, beta in enumerate(value, 1)}
+        if self.kind == "switch":
+            return {self.name: bool(value)}
+        if self.kind == "steps" and (value is None or (isinstance(value, int) and value >= 0)):
+            return {self.name: value or 0}
+        if self.kind == "steps":
+            raise ConfigError(f"{self.name} is {value!r}: give a number of steps, or None")
+        least = -_LARGEST if self.kind == "signed" else 0.0
+        if not _is_number(value) or not least <= value <= _LARGEST:
+            given = "a number in fp32's range" if self.kind == "signed" else "a number from 0 to fp32's largest"
+            raise ConfigError(f"{self.name} is {value!r}: give {given}")
+        return {self.name: value}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,7 +85,7 @@ class Rule:
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """The fields of `Hyper` that it reads, which are the keys of its param_groups, named as in torch.optim."""
+        """Names of its constants, which are the keys of its param_groups, named as in torch.optim."""
         return tuple(constant.name for constant in self.constants)
 
     @property
@@ -167,7 +187,7 @@ _ROWS = (
             Constant(
                 "dampening",
                 0.0,
-                "number",
+                "signed",
                 "The gradient is multiplied by 1 − this before it is added to the momentum buffer.",
             ),
             Constant("weight_decay", 0.0, "number", _ADDED),
@@ -177,6 +197,34 @@ _ROWS = (
         torch_keys=_OF_TORCH,
         marks=("dampening",),
         counts_steps=False,
+        is_deepspeeds=False,
+    ),
+    Rule(
+        name="ademamix",
+        type="AdEMAMix",
+        source="AdEMAMix (Pagliardini, Ablin & Grangier 2024).",
+        moments=("exp_avg_fast", "exp_avg_slow", "exp_avg_sq"),
+        roots=("exp_avg_sq",),
+        about="Constants of AdEMAMix, named and defaulted as in bitsandbytes. Its states are named as by its authors.",
+        constants=(
+            Constant("lr", 1e-3, "number", _RATE),
+            Constant(
+                "betas",
+                (0.9, 0.999, 0.9999),
+                "betas",
+                "Decay of the fast mean of the gradient, of the mean of its square, and of the slow mean.",
+            ),
+            Constant("alpha", 5.0, "number", "Weight of the slow mean beside the fast one."),
+            Constant("t_alpha", None, "steps", "Steps in which `alpha` grows from 0, linearly; null: none."),
+            Constant(
+                "t_beta3",
+                None,
+                "steps",
+                "Steps in which the half-life of the slow mean grows from that of the fast one, linearly; null: none.",
+            ),
+            Constant("eps", 1e-8, "positive", "Added to the root of the second moment."),
+            Constant("weight_decay", 0.01, "number", _DECOUPLED),
+        ),
         is_deepspeeds=False,
     ),
 )
@@ -200,54 +248,43 @@ _LARGEST = (2 - 2**-23) * 2.0**127
 """The largest fp32."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Hyper:
-    """Hyper-parameters of one parameter group. A rule reads only the fields in its `keys`.
+    """Hyper-parameters of one parameter group, as attributes named by the rule's `keys`.
 
-    Raises ConfigError for values out of range.
+    Raises ConfigError for values out of range, and TypeError for keys that the rule lacks.
     """
 
-    rule: RuleName = "adamw"
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    momentum: float = 0.0
-    dampening: float = 0.0
-    nesterov: bool = False
-    lr_decay: float = 0.0
+    rule: RuleName
+    values: Mapping[str, Any]
+    """Key → value, with the defaults of the rule's row."""
 
-    def __post_init__(self) -> None:
-        if self.rule not in RULES:
-            raise ConfigError(f"rule is {self.rule!r}: give one of {', '.join(RULES)}")
-        for name in ("lr", "eps", "weight_decay", "momentum", "lr_decay"):
-            value = getattr(self, name)
-            if not _is_number(value) or not 0.0 <= value <= _LARGEST:
-                raise ConfigError(f"{name} is {value!r}: give a number from 0 to fp32's largest")
-        if not _is_number(self.dampening) or not abs(self.dampening) <= _LARGEST:
-            raise ConfigError(f"dampening is {self.dampening!r}: give a number in fp32's range")
-        if self.lr * self.weight_decay > _LARGEST:
-            raise ConfigError(f"lr * weight_decay is {self.lr * self.weight_decay}: give less of one")
-        if len(self.betas) != 2 or not all(_is_number(beta) and 0.0 <= beta < 1.0 for beta in self.betas):
-            raise ConfigError(f"betas are {self.betas}: give two numbers in [0, 1)")
-        if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
+    def __init__(self, rule: RuleName = "adamw", **given: Any) -> None:
+        if rule not in RULES:
+            raise ConfigError(f"rule is {rule!r}: give one of {', '.join(RULES)}")
+        values = {constant.name: given.pop(constant.name, constant.default) for constant in RULES[rule].constants}
+        if given:
+            raise TypeError(f"{rule} has no {', '.join(given)}: give {', '.join(values)}")
+        self.__dict__.update(rule=rule, values=values)
+        decay = self.arguments["lr"] * self.arguments["weight_decay"]
+        if decay > _LARGEST:
+            raise ConfigError(f"lr * weight_decay is {decay}: give less of one")
+        if values.get("nesterov") and (self.momentum == 0.0 or self.dampening != 0.0):
             raise ConfigError("nesterov is True: give a momentum, and no dampening")
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """Hyper-parameters as keyword arguments of the native kernels."""
-        return {
-            "rule": self.rule,
-            "lr": self.lr,
-            "beta1": self.betas[0],
-            "beta2": self.betas[1],
-            "eps": self.eps,
-            "weight_decay": self.weight_decay,
-            "momentum": self.momentum,
-            "dampening": self.dampening,
-            "lr_decay": self.lr_decay,
-            "nesterov": self.nesterov,
-        }
+        arguments: dict[str, Any] = {"rule": self.rule}
+        for constant in RULES[self.rule].constants:
+            arguments |= constant.numbers(self.values[constant.name])
+        return arguments
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["values"][name]
+        except KeyError:
+            raise AttributeError(f"hyper-parameters have no {name}") from None
 
     def changed(self, other: Any) -> list[str]:
         """Return the keys whose values differ from those of another time, `other`."""
@@ -255,7 +292,7 @@ class Hyper:
 
     def by_key(self) -> dict[str, Any]:
         """Return key → value, for a param_group of the rule."""
-        return {name: getattr(self, name) for name in RULES[self.rule].keys}
+        return dict(self.values)
 
 
 def _is_number(value: object) -> bool:

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "float_environment.h"
+#include "rules.h"
 #include "thread_pool.h"
 
 namespace infinity::adam {
@@ -73,7 +74,7 @@ bool share_memory(const std::vector<UpdateCall>& calls) {
         add(a.grad, call.n * bytes_of(a.grad_dtype), false);
         add(a.param, call.n * (call.format == Format::kFp32 ? 4 : 2));
         if (call.format != Format::kFp32) add(a.master, call.n * (call.format == Format::kRemainder ? 2 : 4));
-        for (std::size_t k = 0; k < moments_of(call.rule); ++k) {
+        for (int k = 0; k < row_of(call.rule).moments; ++k) {
             add(a.moment[k], call.n * (eight ? 1 : a.moments == Moments::kBf16 ? 2 : 4));
             if (eight) add(a.scale[k], (call.n + kBlock - 1) / kBlock);
         }
@@ -91,8 +92,8 @@ bool share_memory(const std::vector<UpdateCall>& calls) {
 // Returns true if other arrays are written than read, at addresses where a vector can be written past the caches.
 bool is_draft(const Arrays& a) {
     const auto at_line = [](const void* array) { return reinterpret_cast<std::uintptr_t>(array) % kLine == 0; };
-    const bool at_lines = at_line(a.param) && at_line(a.master) &&
-                          (a.moments == Moments::kEight || (at_line(a.moment[0]) && at_line(a.moment[1])));
+    bool at_lines = at_line(a.param) && at_line(a.master);
+    for (const void* moment : a.moment) at_lines = at_lines && (a.moments == Moments::kEight || at_line(moment));
     return a.param != a.from.param && at_lines;
 }
 

@@ -3,6 +3,8 @@
 #include <cmath>
 #include <limits>
 
+#include "rules.h"
+
 namespace py = pybind11;
 
 namespace infinity::adam {
@@ -60,8 +62,8 @@ Format to_format(const std::string& name) {
 Rule to_rule(const std::string& name) {
     std::string known;
     for (std::size_t i = 0; i < kRules; ++i) {
-        if (name == kRuleRows[i].name) return static_cast<Rule>(i);
-        known += (i == 0 ? "'" : i + 1 == kRules ? " or '" : ", '") + std::string(kRuleRows[i].name) + "'";
+        if (name == Rules::kRows[i].name) return static_cast<Rule>(i);
+        known += (i == 0 ? "'" : i + 1 == kRules ? " or '" : ", '") + std::string(Rules::kRows[i].name) + "'";
     }
     refuse("rule is '" + name + "': pass " + known);
 }

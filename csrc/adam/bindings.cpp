@@ -8,6 +8,7 @@
 #include "adam.h"
 #include "arguments.h"
 #include "dispatch.h"
+#include "rules.h"
 #include "thread_pool.h"
 #include "update_call.h"
 
@@ -28,10 +29,9 @@ const Kernels& to_kernels(const std::string& isa) {
     throw py::value_error("isa '" + isa + "' is not available on this machine: pass one of " + names);
 }
 
-// Hyper-parameters that several updates share. A call with 23 names takes pybind11 longer than a small update takes, so
+// Hyper-parameters that several updates share. A call with 20 names takes pybind11 longer than a small update takes, so
 // they are converted once, and `py_prepare` has positional arguments.
 struct Group {
-    std::string rule;
     Hyper hyper;
 };
 
@@ -41,8 +41,7 @@ UpdateCall py_prepare(const Group& group, const py::object& param, const py::obj
                       const std::string& moment_format, const py::object& step, std::uint64_t key) {
     Hyper hyper = group.hyper;
     hyper.random = {key, 0};
-    return to_update_call({group.rule, format, grad_dtype, moment_format}, {param, master, grad, moments, scales, n},
-                          hyper, step);
+    return to_update_call({format, grad_dtype, moment_format}, {param, master, grad, moments, scales, n}, hyper, step);
 }
 
 void py_update_all(const std::vector<UpdateCall>& calls, const py::object& threads, const std::string& isa) {
@@ -172,15 +171,10 @@ PYBIND11_MODULE(_adam, m) {
     install_fork_handler();
     py::class_<UpdateCall>(m, "Update", py::module_local(), "A validated update, which `update_all` performs.");
     py::class_<Group>(m, "Group", py::module_local(), "Hyper-parameters that several updates share.")
-        .def(
-            py::init([](const std::string& rule, double lr, double beta1, double beta2, double eps, double weight_decay,
-                        double momentum, double dampening, double lr_decay, bool nesterov, double grad_scale) {
-                const Hyper hyper{Rule{},    lr,       beta1,    beta2, eps, weight_decay, grad_scale, momentum,
-                                  dampening, lr_decay, nesterov, 0,     {}};
-                return Group{rule, hyper};
-            }),
-            "rule"_a, py::kw_only(), "lr"_a, "beta1"_a = 0.9, "beta2"_a = 0.999, "eps"_a = 1e-8, "weight_decay"_a = 0.0,
-            "momentum"_a = 0.0, "dampening"_a = 0.0, "lr_decay"_a = 0.0, "nesterov"_a = false, "grad_scale"_a = 1.0)
+        .def(py::init([](const std::string& rule, double grad_scale, const py::kwargs& constants) {
+                 return Group{to_hyper(rule, constants, grad_scale)};
+             }),
+             "rule"_a, py::kw_only(), "grad_scale"_a = 1.0)
         .def("prepare", &py_prepare, "Validate an update, for `update_all`.");
     m.def("update_all", &py_update_all, "updates"_a, "threads"_a = 0, "isa"_a = "auto",
           "Perform prepared updates together, as if one after another.");
@@ -204,7 +198,12 @@ PYBIND11_MODULE(_adam, m) {
           "Write zeros with the threads of an update there.");
     m.attr("BLOCK") = kBlock;
     py::tuple rules(kRules);
-    for (std::size_t i = 0; i < kRules; ++i) rules[i] = py::make_tuple(kRuleRows[i].name, kRuleRows[i].moments);
+    for (std::size_t i = 0; i < kRules; ++i) {
+        const RuleRow& row = Rules::kRows[i];
+        py::tuple constants(row.count);
+        for (std::size_t k = 0; k < row.count; ++k) constants[k] = row.constants[k].name;
+        rules[i] = py::make_tuple(row.name, row.moments, row.root, constants);
+    }
     m.attr("RULES") = rules;
     m.def("sum_of_squares", &py_sum_of_squares, "address"_a, "n"_a, "dtype"_a, py::kw_only(), "scale"_a = 1.0,
           "initial"_a = 0.0, "threads"_a = 0, "isa"_a = "auto",

@@ -54,11 +54,13 @@ INFINITY_FN inline std::uint32_t random_key(std::uint64_t key, std::uint64_t ind
 }
 
 // Returns the random bits that round a moment from which `cut` bits are removed: the first moment uses the element's
-// top bits, the second the bottom bits.
+// top bits, the second the bottom bits. The third uses the top bits of a product, which are uniform whatever the top or
+// the bottom bits are.
 template <class V, int moment, int cut>
 INFINITY_FN inline typename V::Int chance(typename V::Int random) {
-    if constexpr (moment == 0) return V::template shift_right<32 - cut>(random);
-    return V::and_int(random, V::set_int((1u << cut) - 1u));
+    if constexpr (moment == 1) return V::and_int(random, V::set_int((1u << cut) - 1u));
+    if constexpr (moment == 2) random = V::mul_int(random, V::set_int(0x9E3779B1u));
+    return V::template shift_right<32 - cut>(random);
 }
 
 // Rounds canonical bits stochastically to bf16, in the high half of each lane.
@@ -73,54 +75,59 @@ INFINITY_FN inline std::uint32_t scale_of(std::uint32_t largest) {
     return exponent < kLeastScale ? kLeastScale : exponent;
 }
 
-// Encodes and decodes moment number `moment` with one block's scale. With `root` the values are not negative.
+// Encodes and decodes with one block's scale. With `root` the values are not negative.
 //
 // Values are multiplied by kBase / delta, exactly, and kBase is added instead of delta. The exponent of kBase ends in
 // four zeros, so that the code is a bit field of the sum and needs no subtraction.
-template <class V, int moment, bool root>
+template <class V>
 struct Codec8 {
-    static constexpr int kShift = root ? 19 : 20;
-    static constexpr std::uint32_t kCode = (root ? 0xFFu : 0x7Fu) << kShift;
     static constexpr std::uint32_t kBaseExponent = 128;
     static constexpr std::uint32_t kBase = kBaseExponent << 23;  // 2.0
     typename V::Float up, down;                                  // kBase / delta and delta / kBase
     typename V::Float minus_delta;  // NaN for a non-finite block, so that all its values decode to NaN
 
+    Codec8() = default;
     INFINITY_FN explicit Codec8(std::uint32_t scale) : Codec8(scale, scale - kOctaves) {}
 
+    template <bool root>
     INFINITY_FN static typename V::Int magnitude(typename V::Float value) {
         if constexpr (root) return V::as_int(value);
         return V::and_int(V::as_int(value), V::set_int(0x7FFFFFFFu));
     }
 
-    // Returns the code in the low 8 bits of each lane; the other bits are undefined.
+    // Returns the code of moment number `moment` in the low 8 bits of each lane; the other bits are undefined.
+    template <int moment, bool root>
     INFINITY_FN typename V::Int encode(typename V::Float value, typename V::Int random) const {
+        constexpr int kCut = shift(root);
         const typename V::Float base = V::as_float(V::set_int(kBase));
-        const typename V::Int sum = V::as_int(V::fma(V::as_float(magnitude(value)), up, base));
-        typename V::Int rounded = V::add_int(sum, chance<V, moment, kShift>(random));
+        const typename V::Int sum = V::as_int(V::fma(V::as_float(magnitude<root>(value)), up, base));
+        typename V::Int rounded = V::add_int(sum, chance<V, moment, kCut>(random));
         if constexpr (root) {  // code 0 only for 0, since an update divides by a root
             const typename V::Int not_zero = V::add_int(V::as_int(value), V::set_int(0x7FFFFFFFu));
-            const typename V::Int one = V::template shift_left<kShift>(V::template shift_right<31>(not_zero));
+            const typename V::Int one = V::template shift_left<kCut>(V::template shift_right<31>(not_zero));
             rounded = V::max_int(rounded, V::add_int(one, V::set_int(kBase)));
         }
-        const typename V::Int code = V::template shift_right<kShift>(rounded);
+        const typename V::Int code = V::template shift_right<kCut>(rounded);
         if constexpr (root) return code;
         return V::blend(V::template shift_right<24>(V::as_int(value)), code, V::set_int(0x80u));
     }
 
     // `code`: zero-extended.
+    template <bool root>
     INFINITY_FN typename V::Float decode(typename V::Int code) const {
-        if constexpr (root) return decode(code, code);
-        return decode(code, V::template shift_left<24>(code));
+        if constexpr (root) return decode<root>(code, code);
+        return decode<root>(code, V::template shift_left<24>(code));
     }
     // Codes from memory.
+    template <bool root>
     INFINITY_FN typename V::Float load(const std::uint8_t* codes) const {
-        if constexpr (root) return decode(V::load_8(codes));
+        if constexpr (root) return decode<root>(V::load_8(codes));
         const typename V::Int code = V::load_signed_8(codes);
-        return decode(code, code);
+        return decode<root>(code, code);
     }
 
   private:
+    static constexpr int shift(bool root) { return root ? 19 : 20; }
     // A block that no step has written has scale 0 and codes 0. Its delta wraps around to -2^115, and code 0 decodes to
     // 0.
     INFINITY_FN Codec8(std::uint32_t scale, std::uint32_t delta_exponent)
@@ -133,8 +140,10 @@ struct Codec8 {
         return V::as_float(V::set_int(exponent << 23));
     }
     // sign: the codes' signs in its uppermost bits.
+    template <bool root>
     INFINITY_FN typename V::Float decode(typename V::Int code, typename V::Int sign) const {
-        const typename V::Int field = V::template shift_left<kShift>(code);
+        constexpr std::uint32_t kCode = (root ? 0xFFu : 0x7Fu) << shift(root);
+        const typename V::Int field = V::template shift_left<shift(root)>(code);
         const typename V::Int sum = V::blend(field, V::set_int(kBase), V::set_int(kCode));
         const typename V::Float size = V::fma(V::as_float(sum), down, minus_delta);
         if constexpr (root) return size;

@@ -9,10 +9,9 @@ namespace infinity::adam {
 
 struct Hyper {
     Rule rule;
-    double lr, beta1, beta2, eps, weight_decay, grad_scale;
-    double momentum, dampening, lr_decay;  // SGD, SGD, Adagrad
-    bool nesterov;                         // SGD
-    std::int64_t step;                     // from 1
+    double constants[kMostConstants];  // in the order of the rule's kConstants
+    double grad_scale;
+    std::int64_t step;  // from 1
     Random random;
 };
 

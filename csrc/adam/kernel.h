@@ -168,8 +168,7 @@ std::uint64_t copy(const std::uint64_t* from, std::uint64_t* to, std::size_t fir
 
 // ---- the table ----
 
-// Root: the rule on square roots of moment number `root`, which 8-bit codes store; -1: no such moment.
-template <class V, class F, class R, class Root, int root>
+template <class V, class F, class R>
 void update_with(const Arrays& a, const Coefficients& c, std::size_t begin, std::size_t end) {
     switch (a.moments) {
         case Moments::kFp32:
@@ -178,33 +177,27 @@ void update_with(const Arrays& a, const Coefficients& c, std::size_t begin, std:
             if constexpr (F::kMasterBytes == 2) {
                 using E = typename V::Interleaved;
                 if (a.grad_dtype == DType::kBf16) {
-                    return update_plainly<E, FormatRemainder<E>, MomentsBf16<E>, typename R::template With<E>>(
-                        a, c, begin, end);
+                    return update_plainly<E, FormatRemainder<E>, MomentsBf16<E>, R>(a, c, begin, end);
                 }
             }
             return update_plainly<V, F, MomentsBf16<V>, R>(a, c, begin, end);
         case Moments::kEight:
-            return update_blocks<V, F, Root, root>(a, c, begin, end);
+            return update_blocks<V, F, R>(a, c, begin, end);
     }
 }
 
-template <class V, class F>
-constexpr void fill_rules(UpdateFn (&row)[kRules]) {
-    row[static_cast<std::size_t>(Rule::kAdam)] =
-        update_with<V, F, RuleAdam<V, false, false>, RuleAdam<V, false, true>, 1>;
-    row[static_cast<std::size_t>(Rule::kAdamW)] =
-        update_with<V, F, RuleAdam<V, true, false>, RuleAdam<V, true, true>, 1>;
-    row[static_cast<std::size_t>(Rule::kAdagrad)] = update_with<V, F, RuleAdagrad<V, false>, RuleAdagrad<V, true>, 0>;
-    row[static_cast<std::size_t>(Rule::kLion)] = update_with<V, F, RuleLion<V>, RuleLion<V>, -1>;
-    row[static_cast<std::size_t>(Rule::kSgd)] = update_with<V, F, RuleSgd<V>, RuleSgd<V>, -1>;
+template <class V, class F, class... R>
+constexpr void fill_rules(UpdateFn (&row)[kMostRules], ListOf<R...>) {
+    UpdateFn* next = row;
+    ((*next++ = update_with<V, F, R>), ...);
 }
 
 template <class U>
-constexpr void fill_updates(UpdateFn (&table)[kFormats][kRules]) {
-    fill_rules<U, FormatFp32<U>>(table[static_cast<std::size_t>(Format::kFp32)]);
-    fill_rules<U, FormatRemainder<U>>(table[static_cast<std::size_t>(Format::kRemainder)]);
-    fill_rules<U, FormatMaster<U, false>>(table[static_cast<std::size_t>(Format::kMaster)]);
-    fill_rules<U, FormatMaster<U, true>>(table[static_cast<std::size_t>(Format::kMasterFp16)]);
+constexpr void fill_updates(UpdateFn (&table)[kFormats][kMostRules]) {
+    fill_rules<U, FormatFp32<U>>(table[static_cast<std::size_t>(Format::kFp32)], Rules{});
+    fill_rules<U, FormatRemainder<U>>(table[static_cast<std::size_t>(Format::kRemainder)], Rules{});
+    fill_rules<U, FormatMaster<U, false>>(table[static_cast<std::size_t>(Format::kMaster)], Rules{});
+    fill_rules<U, FormatMaster<U, true>>(table[static_cast<std::size_t>(Format::kMasterFp16)], Rules{});
 }
 
 // V: a vector of the instruction set. P: one that is stored past the caches. U, UP: the vector types of the kernels

@@ -37,25 +37,17 @@ inline constexpr std::size_t kMomentFormats = 3;
 // Elements that share a scale in Moments::kEight. Arrays start at a block.
 inline constexpr std::size_t kBlock = 256;
 
-// Update rules; see rules.h.
-enum class Rule : std::uint8_t { kAdam = 0, kAdamW = 1, kAdagrad = 2, kLion = 3, kSgd = 4 };
-
-// The row of infinity/rules.py that kernels need, by the rule's number.
-struct RuleRow {
-    const char* name;
-    std::size_t moments;
-};
-inline constexpr RuleRow kRuleRows[] = {{"adam", 2}, {"adamw", 2}, {"adagrad", 1}, {"lion", 1}, {"sgd", 1}};
-inline constexpr std::size_t kRules = sizeof(kRuleRows) / sizeof(kRuleRows[0]);
-
-constexpr std::size_t moments_of(Rule rule) { return kRuleRows[static_cast<std::size_t>(rule)].moments; }
+// The number of an update rule in rules.h, and the most that any rule has.
+enum class Rule : std::uint8_t {};
+inline constexpr std::size_t kMostRules = 8, kMostConstants = 12;
+inline constexpr int kMostMoments = 3;
 
 // The arrays that an update reads. In place, they are those that it writes.
 struct Sources {
     const void* param;
     const void* master;
-    const void* moment[2];
-    const std::uint8_t* scale[2];
+    const void* moment[kMostMoments];
+    const std::uint8_t* scale[kMostMoments];
 };
 
 // Flat arrays of n elements each, which are written, except for the gradient.
@@ -63,8 +55,8 @@ struct Arrays {
     void* param;
     void* master;  // unused in Format::kFp32
     const void* grad;
-    void* moment[2];         // the second is unused by rules with one
-    std::uint8_t* scale[2];  // Moments::kEight: a byte per block
+    void* moment[kMostMoments];         // null beyond those of the rule
+    std::uint8_t* scale[kMostMoments];  // Moments::kEight: a byte per block
     DType grad_dtype;
     Moments moments;
     Sources from;
@@ -77,19 +69,9 @@ struct Random {
     std::uint64_t first;  // number of the arrays' first element
 };
 
-// Values that are equal for all elements of a call, computed once in double and rounded once.
+// Values that are equal for all elements of a call. rule: bytes of the rule's struct, see rules.h.
 struct Coefficients {
-    float grad_scale;
-    float decay;            // decoupled: 1 - lr * weight_decay
-    float weight_decay;     // added to the gradient (L2)
-    float step_size;        // negative factor of the direction
-    float avg_weight;       // Adam: w = 1 - beta1, or w - 1 when lerp_from_grad. Lion: 1 - beta1
-    bool lerp_from_grad;    // w >= 0.5: interpolate from the gradient's side, as torch.lerp does
-    float beta2;            // Adam, Lion. SGD: the momentum
-    float one_minus_beta2;  // Adam, Lion. SGD: 1 - dampening, or 1: see adam.cpp
-    float inv_correction2;  // Adam: 1 / sqrt(1 - beta2^step)
-    float eps;
-    bool nesterov;  // SGD
+    alignas(8) unsigned char rule[64];
     Random random;
 };
 
@@ -132,8 +114,8 @@ inline constexpr std::size_t kLine = 64;
 
 // The functions of one instruction set.
 struct Kernels {
-    UpdateFn update[kFormats][kRules];
-    UpdateFn draft[kFormats][kRules];  // of other arrays than those that it reads, at multiples of kLine
+    UpdateFn update[kFormats][kMostRules];
+    UpdateFn draft[kFormats][kMostRules];  // of other arrays than those that it reads, at multiples of kLine
     SumFn sum_of_squares[kDTypes];
     ReceiveFn receive[kDTypes];  // by the target's type
     SplitFn split;

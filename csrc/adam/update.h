@@ -4,26 +4,37 @@
 #include <cstring>
 
 #include "formats.h"
+#include "rules.h"
 
 namespace infinity::adam {
 namespace {
 
 constexpr std::size_t min(std::size_t a, std::size_t b) { return a < b ? a : b; }
 
-// Every rule adds to the parameter a function of its new moments, so a NaN in one of them shows in the parameter.
+template <int k>
+struct Number {
+    static constexpr int value = k;
+};
+// Calls body(Number<0>()), ..., body(Number<count - 1>()): a loop whose index is a constant.
+template <int count, class Body>
+inline void each(const Body& body) {
+    if constexpr (count > 0) {
+        each<count - 1>(body);
+        body(Number<count - 1>());
+    }
+}
+
 template <class V, class F, class M, class R>
 inline void update_vector(const Arrays& a, const R& rule, std::size_t i, typename V::Int random) {
-    typename V::Float p = F::load(a, i);
-    typename V::Float m = M::load(a.from.moment[0], i), v = R::kMoments == 2 ? M::load(a.from.moment[1], i) : m;
-    rule(p, load_grad<V>(a.grad_dtype, a.grad, i), m, v);
-    if (__builtin_expect(V::any_nan(p), false)) {
+    typename V::Float p = F::load(a, i), m[R::kMoments];
+    each<R::kMoments>([&](auto k) { m[k.value] = M::load(a.from.moment[k.value], i); });
+    rule.template update<V, false>(p, load_grad<V>(a.grad_dtype, a.grad, i), m);
+    if (__builtin_expect(V::any_nan(p), false)) {  // a NaN in a moment shows in the parameter
         p = V::canonical(p);
-        m = V::canonical(m);
-        v = V::canonical(v);
+        each<R::kMoments>([&](auto k) { m[k.value] = V::canonical(m[k.value]); });
     }
     F::store(a, i, p);
-    M::template store<0>(a.moment[0], i, m, random);
-    if constexpr (R::kMoments == 2) M::template store<1>(a.moment[1], i, v, random);
+    each<R::kMoments>([&](auto k) { M::template store<k.value>(a.moment[k.value], i, m[k.value], random); });
 }
 
 // A zero-padded copy of fewer elements than a vector, so that memory beyond the arrays is not accessed.
@@ -37,15 +48,14 @@ class Staged {
             std::memcpy(master_, at(a.from.master, F::kMasterBytes), count * F::kMasterBytes);
         const std::size_t grad = grad_bytes(a.grad_dtype);
         std::memcpy(grad_, at(a.grad, grad), count * grad);
-        for (int k = 0; k < moments; ++k)
-            std::memcpy(moment_[k], at(a.from.moment[k], moment_bytes), count * moment_bytes);
         arrays = a;
-        arrays.param = param_;
-        arrays.master = master_;
+        arrays.from.param = arrays.param = param_;
+        arrays.from.master = arrays.master = master_;
         arrays.grad = grad_;
-        arrays.moment[0] = moment_[0];
-        arrays.moment[1] = moment_[1];
-        arrays.from = {param_, master_, {moment_[0], moment_[1]}, {}};
+        for (int k = 0; k < moments; ++k) {
+            std::memcpy(moment_[k], at(a.from.moment[k], moment_bytes), count * moment_bytes);
+            arrays.from.moment[k] = arrays.moment[k] = moment_[k];
+        }
     }
     void put_back() const {
         std::memcpy(at(from_.param, kParam), param_, count_ * kParam);
@@ -69,13 +79,13 @@ class Staged {
     std::size_t begin_, count_;
     int moments_;
     alignas(64) float param_[V::kWidth] = {}, master_[V::kWidth] = {}, grad_[V::kWidth] = {},
-                      moment_[2][V::kWidth] = {};
+                      moment_[kMostMoments][V::kWidth] = {};
 };
 
 template <class V, class F, class M, class R>
 [[gnu::flatten]] void update_plainly(const Arrays& arrays, const Coefficients& c, std::size_t begin, std::size_t end) {
     const Arrays a = arrays;  // a copy whose address nobody takes: its pointers stay in registers
-    const R rule(c);
+    const R rule = rule_in<R>(c);
     for (std::size_t at = begin, stop = begin; at < end; at = stop) {
         stop = at + min(end - at, (std::size_t{1} << 32) - static_cast<std::uint32_t>(c.random.first + at));
         const ElementRandom<V> element_random(c.random, at);

@@ -13,7 +13,7 @@
 namespace infinity::adam {
 
 struct UpdateNames {
-    const std::string &rule, &format, &grad_dtype, &moment_format;
+    const std::string &format, &grad_dtype, &moment_format;
 };
 
 struct UpdateArrays {
@@ -22,6 +22,10 @@ struct UpdateArrays {
     const pybind11::object& n;
 };
 
+// Returns the rule and its constants, from their names, with the factor of gradients. Constants of other rules are
+// ignored. The rest of the result is zero.
+Hyper to_hyper(const std::string& rule, const pybind11::kwargs& constants, double grad_scale);
+
 UpdateCall to_update_call(const UpdateNames& names, const UpdateArrays& addresses, Hyper hyper,
                           const pybind11::object& step);
 
@@ -29,7 +33,7 @@ UpdateCall to_update_call(const UpdateNames& names, const UpdateArrays& addresse
 Sources to_sources(const UpdateCall& call, const std::vector<pybind11::object>& addresses);
 
 // Defines function `name` in `m`, which returns run(const UpdateCall&, Own...). Its arguments are those of every
-// device, then those of this one, of types Own... with `own` as names and defaults.
+// device, those of this one, of types Own... with `own` as names and defaults, and the constants of the rule.
 template <class... Own, class Run, class... Names>
 void def_update(pybind11::module_& m, const char* name, const Run& run, const Names&... own) {
     namespace py = pybind11;
@@ -38,20 +42,18 @@ void def_update(pybind11::module_& m, const char* name, const Run& run, const Na
         name,
         [run](const std::string& rule, const py::object& param, const py::object& master, const py::object& grad,
               const std::vector<py::object>& moments, const std::vector<py::object>& scales, const py::object& n,
-              const std::string& format, const std::string& grad_dtype, const std::string& moment_format, double lr,
-              double beta1, double beta2, double eps, double weight_decay, double momentum, double dampening,
-              double lr_decay, bool nesterov, double grad_scale, const py::object& step, std::uint64_t key,
-              std::uint64_t first, Own... own_arguments) {
-            const Hyper hyper{Rule{},   lr,        beta1,    beta2,    eps, weight_decay, grad_scale,
-                              momentum, dampening, lr_decay, nesterov, 0,   {key, first}};
-            return run(to_update_call({rule, format, grad_dtype, moment_format},
-                                      {param, master, grad, moments, scales, n}, hyper, step),
+              const std::string& format, const std::string& grad_dtype, const std::string& moment_format,
+              double grad_scale, const py::object& step, std::uint64_t key, std::uint64_t first, Own... own_arguments,
+              const py::kwargs& constants) {
+            Hyper hyper = to_hyper(rule, constants, grad_scale);
+            hyper.random = {key, first};
+            return run(to_update_call({format, grad_dtype, moment_format}, {param, master, grad, moments, scales, n},
+                                      hyper, step),
                        own_arguments...);
         },
         "rule"_a, py::kw_only(), "param"_a, "master"_a, "grad"_a, "moments"_a, "scales"_a, "n"_a, "format"_a,
-        "grad_dtype"_a, "moment_format"_a, "lr"_a, "beta1"_a = 0.9, "beta2"_a = 0.999, "eps"_a = 1e-8,
-        "weight_decay"_a = 0.0, "momentum"_a = 0.0, "dampening"_a = 0.0, "lr_decay"_a = 0.0, "nesterov"_a = false,
-        "grad_scale"_a = 1.0, "step"_a, "key"_a = 0, "first"_a = 0, own..., "One step on n elements, in place.");
+        "grad_dtype"_a, "moment_format"_a, "grad_scale"_a = 1.0, "step"_a, "key"_a = 0, "first"_a = 0, own...,
+        "One step on n elements, in place.");
 }
 
 }  // namespace infinity::adam

@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, cast, get_
 from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny, create_model, model_validator
 
 from infinity.config.fields import Beta, Count, CountOrZero, Number, Positive, Section, Share, Switch
-from infinity.rules import RULES, Hyper, Rule, RuleName
+from infinity.rules import RULES, Constant, Hyper, Rule, RuleName
 
-_TYPES: dict[str, Any] = {"number": Number, "positive": Positive, "betas": tuple[Beta, Beta], "switch": Switch}
+_TYPES: dict[str, Any] = {
+    "number": Number,
+    "signed": Number,
+    "positive": Positive,
+    "switch": Switch,
+    "steps": CountOrZero | None,
+}
 """Kind of a `Constant` → type of its key."""
 
 
@@ -46,10 +52,15 @@ class OptimizerSection(Section):
         return Hyper(self.rule, **self.params.model_dump())
 
 
+def _type_of(constant: Constant) -> Any:
+    betas: Any = tuple
+    return betas[(Beta,) * len(constant.default)] if constant.kind == "betas" else _TYPES[constant.kind]
+
+
 def _section_of(rule: Rule) -> type[OptimizerSection]:
     """Return the section of a rule, whose keys are in its row of `infinity.rules.RULES`."""
     keys: dict[str, Any] = {
-        constant.name: (_TYPES[constant.kind], Field(constant.default, description=constant.meaning))
+        constant.name: (_type_of(constant), Field(constant.default, description=constant.meaning))
         for constant in rule.constants
     }
     params = create_model(

@@ -5,8 +5,9 @@ and release the GIL. The arrays of one call must not overlap. Results are bit-id
 number of threads and alignment.
 
 Invalid arguments raise ValueError before any write: null, misaligned or overlapping arrays; n < 0; an unknown rule,
-format, dtype or isa; an isa that this machine lacks; too few moments; step < 1; a beta outside [0, 1); a negative or
-non-finite eps, lr, momentum or weight_decay; a non-finite scale of a sum; a `first` that is no multiple of BLOCK.
+format, dtype or isa; an isa that this machine lacks; too few moments; step < 1; a beta outside [0, 1); another
+constant that is negative (dampening may be) or not finite; a non-finite scale of a sum; a `first` that is no multiple
+of BLOCK.
 n == 0 is a no-op for any addresses.
 
 threads: 0 stands for `default_threads()`. The calling thread alone processes fewer than 65,536 elements.
@@ -24,8 +25,8 @@ MomentFormat = Literal["fp32", "bf16", "8bit"]
 
 BLOCK: int
 """Elements that share a scale in 8-bit moments: 256."""
-RULES: tuple[tuple[RuleName, int], ...]
-"""Name and number of moments of each rule."""
+RULES: tuple[tuple[RuleName, int, int, tuple[str, ...]], ...]
+"""Each rule's name, number of moments, moment that is a sum or mean of squares (-1: none), and constants."""
 
 def update(
     rule: RuleName,
@@ -39,15 +40,6 @@ def update(
     format: Format,
     grad_dtype: DType,
     moment_format: MomentFormat,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    lr_decay: float = 0.0,
-    nesterov: bool = False,
     grad_scale: float = 1.0,
     step: int,
     key: int = 0,
@@ -56,11 +48,12 @@ def update(
     background: bool = False,
     isa: str = "auto",
     sources: Sequence[int] = (),
+    **constants: float,
 ) -> None:
     """Perform one step of `rule` on n elements, in place.
 
-    rule: as torch.optim's class of the name; Lion as Chen et al. (2023). `infinity.rules` lists its moments and the
-        arguments that it uses besides grad_scale.
+    rule: as torch.optim's class of the name; Lion as Chen et al. (2023), AdEMAMix as Pagliardini et al. (2024).
+        `infinity.rules` lists its moments and its constants.
     format: formats of `param` and `master`:
         "fp32"         param fp32; master is ignored (pass 0)
         "remainder"    param bf16, master int16: see `join`
@@ -81,6 +74,7 @@ def update(
         leave idle, while the calling thread sleeps. It takes part if they get too little time. On Linux only.
     sources: addresses of the values to start from, which may stay: of param, master (any in fp32), moments and scales.
         Empty: those of the arrays that the step writes. The result has the same bits.
+    constants: all of the rule, as in `RULES`; those of other rules are ignored. TypeError for other names.
     A NaN is stored as 0x7FC00000, in bf16 as 0x7FC0, in fp16 as 0x7E00.
     """
 
@@ -94,16 +88,8 @@ class Group:
         self,
         rule: RuleName,
         *,
-        lr: float,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        lr_decay: float = 0.0,
-        nesterov: bool = False,
         grad_scale: float = 1.0,
+        **constants: float,
     ) -> None: ...
     def prepare(
         self,

@@ -43,21 +43,13 @@ def update(
     format: Format,
     grad_dtype: DType,
     moment_format: MomentFormat,
-    lr: float,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    momentum: float = 0.0,
-    dampening: float = 0.0,
-    lr_decay: float = 0.0,
-    nesterov: bool = False,
     grad_scale: float = 1.0,
     step: int,
     key: int = 0,
     first: int = 0,
     device: int,
     stream: int,
+    **constants: float,
 ) -> None:
     """Perform one step of `rule` on n elements, in place; see `_adam.update`.
 

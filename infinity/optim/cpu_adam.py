@@ -29,7 +29,7 @@ DTYPES: dict[torch.dtype, DType] = {torch.float32: "fp32", torch.bfloat16: "bf16
 CPU = torch.device("cpu")
 _FORMAT_OF: dict[torch.dtype, MomentFormat] = {dtype: kind for kind, dtype in FORMATS.items()}
 _MASTERS = (torch.int16, torch.float32)
-_MOMENTS, _SCALES = ("moments[0]", "moments[1]"), ("scales[0]", "scales[1]")
+_MOMENTS, _SCALES = (tuple(f"{kind}[{k}]" for k in range(3)) for kind in ("moments", "scales"))
 _ARRAYS = ("param", "master", "grad", "moments", "scales", "n", "format", "grad_dtype", "moment_format")
 """Arguments of the kernels that describe the arrays of an update."""
 

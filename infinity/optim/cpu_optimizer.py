@@ -279,7 +279,7 @@ def _hyper(group: dict[str, Any]) -> Hyper:
             raise ConfigError(f"CPUAdam does not support {name}: remove it, or use torch.optim.AdamW")
     rule: Any = "adamw" if group["decoupled_weight_decay"] else "adam"
     lr, *betas = (x.item() if isinstance(x, Tensor) else x for x in (group["lr"], *group["betas"]))
-    return Hyper(rule, lr, tuple(betas), group["eps"], group["weight_decay"])  # type: ignore[arg-type]
+    return Hyper(rule, lr=lr, betas=tuple(betas), eps=group["eps"], weight_decay=group["weight_decay"])
 
 
 def _check_groups(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

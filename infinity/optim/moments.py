@@ -68,7 +68,7 @@ def moment_from_fp32(
 
     values: fp32 on the CPU. root: 8-bit codes hold the square root; values must not be negative.
     key, first: seed and element offset of the rounding, see `_adam.update`. moment: index of the moment in the rule, 0
-        or 1; the two use different random bits.
+        to 2; each uses different random bits.
     """
     if values.dtype != torch.float32:
         raise ValueError(f"values are {values.dtype}: pass torch.float32")
@@ -163,8 +163,14 @@ def _encode(flat: Array, root: bool, random: Array, moment: int) -> tuple[Array,
 
 
 def _chance(random: Array, moment: int, cut: int) -> Array:
-    """Return the random bits that round `cut` dropped bits: the highest for moment 0, the lowest for moment 1."""
-    return np.asarray(random >> np.uint32(32 - cut) if moment == 0 else random & np.uint32((1 << cut) - 1))
+    """Return the random bits that round `cut` dropped bits: the highest for moment 0, the lowest for moment 1, the
+    highest of a product for moment 2.
+    """
+    if moment == 1:
+        return np.asarray(random & np.uint32((1 << cut) - 1))
+    with np.errstate(over="ignore"):
+        random = random * np.uint32(0x9E3779B1) if moment == 2 else random
+    return np.asarray(random >> np.uint32(32 - cut))
 
 
 def _random_bits(key: int, first: int, n: int) -> Array:

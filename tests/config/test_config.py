@@ -181,7 +181,7 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
         ({"bf16": {"enabled": 1}}, "bf16.enabled: must be true or false, not 1"),
         (
             {"optimizer": {"type": "Lamb"}},
-            'optimizer.type: must be "AdamW", "Adam", "Adagrad", "Lion", "SGD", "Adadelta", "Adafactor", "Adamax", ',
+            'optimizer.type: must be "AdamW", "Adam", "Adagrad", "Lion", "SGD", "AdEMAMix", "Adadelta", "Adafactor", ',
         ),
         (
             {"optimizer": {"type": "Lion", "params": {"eps": 1}}},

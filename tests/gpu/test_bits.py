@@ -89,7 +89,7 @@ def assert_alike(ours: Result, expected: Result, *, exact: bool, what: str) -> N
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("clip", [0.0, 0.05], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "Lion"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "Lion", "AdEMAMix"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_placements_agree(format: str, optimizer: str, moments: str, clip: float, accumulation: int) -> None:
     kept = {"optimizer": optimizer, "moments": moments, "clip": clip, "accumulation": accumulation}

@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.config import Config
 from infinity.errors import ConfigError, RanksError
 from infinity.tiers.device import CpuDevice
 from multirank.cases import SAMPLES, global_batches, part
 from multirank.mesh_cases import divided, mesh_of, opened, whole_states
+from support.ademamix import AdEMAMix
 from support.configs import engine_config
 from support.loops import open_engine, parameters_of, train
 from support.models import Stack, seeded
@@ -24,10 +26,15 @@ def model(seed: int = 0) -> nn.Module:
     return seeded(lambda: Stack(width=32, depth=4), seed)
 
 
-def plainly(steps: int, later: int, samples: int) -> dict[str, Any]:
+ADEMAMIX: dict[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.95, 0.99], "t_alpha": 5, "t_beta3": 4, "eps": 1e-4}
+
+
+def plainly(steps: int, later: int, samples: int, ademamix: bool = False) -> dict[str, Any]:
     """Return state and parameters of torch's AdamW after `steps`, and losses and parameters of `later` more steps."""
     trained = model()
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.01)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3, eps=1e-4, weight_decay=0.01)
+    if ademamix:
+        optimizer = AdEMAMix(trained.parameters(), **ADEMAMIX)
     found: dict[str, Any] = {"losses": []}
     for number, batch in enumerate(global_batches(steps + later, samples)):
         if number == steps:
@@ -42,13 +49,24 @@ def plainly(steps: int, later: int, samples: int) -> dict[str, Any]:
 
 
 def from_torch(
-    rank: int, *, given: dict[str, Any], steps: int, later: int, folder: str, client: bool = False, **options: Any
+    rank: int,
+    *,
+    given: dict[str, Any],
+    steps: int,
+    later: int,
+    folder: str,
+    client: bool = False,
+    ademamix: bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
     """Train on from torch's optimizer state. Returns this rank's losses and the final states.
 
     client: pass an optimizer with that state to `infinity.initialize`, and a scheduler that keeps the rate.
     """
     config = engine_config(folder=folder, micro=SAMPLES, eps=1e-4, **options)
+    if ademamix:
+        section = {"optimizer": {"type": "AdEMAMix", "params": ADEMAMIX}}
+        config = Config.load({**config.model_dump(mode="json", exclude_unset=True), **section})
     started = model(3)
     started.load_state_dict(given["parameters"])
     optimizer = torch.optim.AdamW(started.parameters(), lr=1.0) if client else None

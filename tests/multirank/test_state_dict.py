@@ -24,11 +24,19 @@ from support.ranks import Group
 )
 def test_from_torch(pair: Group, stage: int, tiers: dict[str, str], update: str, client: bool, tmp_path: Path) -> None:
     """Two ranks that load torch's AdamW, or are given it, train on as it does on the samples of both."""
-    counts = {"steps": 3, "later": 3}
-    given = cases.plainly(**counts, samples=2 * cases.SAMPLES)
-    options: dict[str, Any] = {"folder": str(tmp_path), "stage": stage, "update": update, **tiers}
-    options["client"] = client
-    found = pair.run(cases.from_torch, given=given, **counts, **options)
+    check_from_torch(pair, tmp_path, stage=stage, update=update, client=client, **tiers)
+
+
+@pytest.mark.parametrize(("stage", "tier"), [(1, "cpu"), (3, "nvme")])
+def test_from_ademamix(pair: Group, stage: int, tier: str, tmp_path: Path) -> None:
+    """A rule with three moments, whose warm-ups go on at the loaded step."""
+    check_from_torch(pair, tmp_path, ademamix=True, stage=stage, param="none" if stage < 3 else tier, optim=tier)
+
+
+def check_from_torch(pair: Group, folder: Path, *, ademamix: bool = False, **options: Any) -> None:
+    counts: dict[str, Any] = {"steps": 3, "later": 3}
+    given = cases.plainly(**counts, samples=2 * cases.SAMPLES, ademamix=ademamix)
+    found = pair.run(cases.from_torch, given=given, folder=str(folder), ademamix=ademamix, **counts, **options)
     assert mean(found) == pytest.approx(given["losses"], rel=1e-6)
     for outcome in found:
         for name, value in given["values"].items():

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from infinity.native import _adam
+from support.adam_arrays import PLAIN
 
 SINGLE = ("param", "master", "grad")
-HYPER: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 1}
+HYPER = PLAIN | {"step": 1}
 
 
 def arguments(problem: Any) -> dict[str, Any]:
@@ -23,7 +24,7 @@ BAD = [
     ({"n": -1}, r"n is -1: pass the number of elements"),
     ({"n": 2**62}, r"no address space"),
     ({"n": 2**70}, r"pass the number of elements"),
-    ({"rule": "rmsprop"}, r"rule is 'rmsprop': pass 'adam', 'adamw', 'adagrad', 'lion' or 'sgd'"),
+    ({"rule": "rmsprop"}, r"rule is 'rmsprop': pass 'adam', 'adamw', 'adagrad', 'lion', 'sgd' or 'ademamix'"),
     ({"format": "fp16"}, r"format is 'fp16': pass 'fp32', 'remainder', 'master' or 'master_fp16'"),
     ({"format": ""}, r"format is ''"),
     ({"grad_dtype": "fp8"}, r"grad_dtype is 'fp8': pass 'fp32', 'bf16' or 'fp16'"),
@@ -42,9 +43,11 @@ BAD = [
     ({"lr": 1e39}, r"lr is .*fp32's range"),
     ({"lr": 1e30, "weight_decay": 1e30}, r"lr \* weight_decay"),
     ({"weight_decay": -0.1}, r"weight_decay is -0\.1"),
-    ({"momentum": -0.1}, r"momentum is -0\.1"),
-    ({"dampening": math.nan}, r"dampening is -?nan"),
-    ({"lr_decay": -1.0}, r"lr_decay is -1"),
+    ({"momentum": -0.1, "rule": "sgd"}, r"momentum is -0\.1"),
+    ({"dampening": math.nan, "rule": "sgd"}, r"dampening is -?nan"),
+    ({"lr_decay": -1.0, "rule": "adagrad"}, r"lr_decay is -1"),
+    ({"beta3": 1.0, "rule": "ademamix"}, r"beta3 is 1\.0+: pass a number in \[0, 1\)"),
+    ({"t_beta3": -1, "rule": "ademamix"}, r"t_beta3 is -1"),
     ({"first": 100}, r"first is 100: arrays start at a block, so pass a multiple of 256"),
     ({"threads": -1}, r"threads is -1: pass 1 to 1024, or 0"),
     ({"threads": 100_000}, r"threads is 100000"),
@@ -176,3 +179,13 @@ def test_the_other_functions_refuse() -> None:
         _adam.join(high.ctypes.data, 0, x.ctypes.data, 100)
     with pytest.raises(ValueError, match="threads is -2"):
         _adam.join(high.ctypes.data, low.ctypes.data, x.ctypes.data, 100, threads=-2)
+
+
+def test_constants_of_the_rule_are_needed_and_others_known(make: Callable[..., Any]) -> None:
+    given = arguments(make("remainder", "fp32", 100))
+    with pytest.raises(TypeError, match="adamw needs beta2: pass it"):
+        _adam.update(**{name: value for name, value in given.items() if name != "beta2"})
+    with pytest.raises(TypeError, match="betta is no argument"):
+        _adam.update(**given, betta=0.9)
+    with pytest.raises(TypeError, match="betta is no argument"):
+        _adam.Group("lion", lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0, betta=0.9)

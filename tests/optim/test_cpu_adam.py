@@ -12,6 +12,7 @@ import torch
 from infinity.optim.cpu_adam import join_master, split_master, update_flat
 from infinity.optim.moments import zero_moments
 from infinity.rules import RULES, Hyper
+from support.adam_arrays import hyper_for
 
 N = 300
 HYPER = Hyper()
@@ -93,14 +94,25 @@ def test_refuses(case: str) -> None:
         {"lr_decay": -1.0},
         {"betas": (0.9, 1.0)},
         {"betas": (0.9,)},
+        {"betas": (0.9, 0.9), "rule": "ademamix"},
+        {"betas": (0.9, 0.9, 1.0), "rule": "ademamix"},
+        {"alpha": -1.0},
+        {"t_alpha": -1},
+        {"t_beta3": 0.5},
         {"nesterov": True},
         {"nesterov": True, "momentum": 0.9, "dampening": 0.1},
     ],
     ids=str,
 )
 def test_hyper_refuses(change: dict[str, Any]) -> None:
+    rule = next((name for name, row in RULES.items() if change.keys() <= {*row.keys}), "adamw")
     with pytest.raises(ValueError, match=rf"{next(iter(change))} (is|are) .*: give"):
-        Hyper(**change)
+        Hyper(**{"rule": rule, **change})  # type: ignore[arg-type]
+
+
+def test_hyper_refuses_keys_of_other_rules() -> None:
+    with pytest.raises(TypeError, match="adamw has no momentum: give lr, betas, eps, weight_decay"):
+        Hyper("adamw", momentum=0.9)
 
 
 @pytest.mark.parametrize("rule", list(RULES))
@@ -111,7 +123,7 @@ def test_shapes_slices_and_empty_tensors(kind: str, moments: Any, rule: Any) -> 
     total, part = 3 * 512, slice(512, 1024)
     start = torch.randn(total, generator=torch.Generator().manual_seed(0))
     grad = torch.randn(512, generator=torch.Generator().manual_seed(1))
-    hyper = Hyper(rule, momentum=0.9)
+    hyper = hyper_for(rule, momentum=0.9)
 
     def states() -> list[torch.Tensor]:
         """Return param, moments, scales, and the master if there is one."""

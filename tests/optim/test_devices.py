@@ -36,7 +36,7 @@ def test_torchs_kernels_do_what_ours_do(kept: str, rule: Any, scale: float) -> N
     generator = torch.Generator().manual_seed(1)
     master = torch.randn(1000, generator=generator)
     grad = torch.randn(1000, generator=generator)
-    hyper = Hyper(rule, 1e-2, weight_decay=0.1)
+    hyper = Hyper(rule, lr=1e-2, weight_decay=0.1)
     results = []
     for update in (update_run, _update_by_torch):
         states = {"exp_avg": torch.full((1000,), 0.1), "exp_avg_sq": torch.full((1000,), 0.2)}

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from infinity.native import _adam
+from support.adam_arrays import PLAIN
 
 Array = npt.NDArray[Any]
 HALVES = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
@@ -19,8 +20,8 @@ def widen(halves: Array, isa: str) -> Array:
     n = halves.size
     param, moment = np.zeros(n, np.float32), np.full(n, -0.0, np.float32)
     _adam.update("sgd", param=param.ctypes.data, master=0, grad=halves.ctypes.data, moments=[moment.ctypes.data],
-                 scales=[], n=n, format="fp32", grad_dtype="fp16", moment_format="fp32", lr=0.0, step=1,
-                 isa=isa)  # fmt: skip
+                 scales=[], n=n, format="fp32", grad_dtype="fp16", moment_format="fp32", step=1, isa=isa,
+                 **PLAIN | {"lr": 0.0})  # fmt: skip
     return moment.view(np.uint32)
 
 
@@ -30,7 +31,8 @@ def narrow(values: Array, isa: str) -> Array:
     param, master, zeros = np.zeros(n, np.uint16), values.copy(), np.zeros((3, n), np.float32)
     _adam.update("adamw", param=param.ctypes.data, master=master.ctypes.data, grad=zeros[0].ctypes.data,
                  moments=[zeros[1].ctypes.data, zeros[2].ctypes.data], scales=[], n=n, format="master_fp16",
-                 grad_dtype="fp32", moment_format="fp32", lr=0.0, step=1, isa=isa)  # fmt: skip
+                 grad_dtype="fp32", moment_format="fp32", step=1, isa=isa,
+                 **PLAIN | {"lr": 0.0})  # fmt: skip
     nan = np.isnan(values.view(np.float32))
     assert np.array_equal(master, np.where(nan, 0x7FC00000, values))
     return param

@@ -11,15 +11,15 @@ from hypothesis import given, settings, strategies as st
 
 from infinity.native import _adam
 from infinity.plan.formats import BLOCK
+from infinity.rules import RULES
 
-RULES = ("adam", "adamw", "adagrad", "lion", "sgd")
 GRADS = ("fp32", "bf16", "fp16")
 SMALL = range(71)
 AROUND_BLOCKS = (255, 256, 257, 258, 511, 512, 513, 1023, 1024, 1025)
 FEW = (1, 7, 8, 9, 15, 16, 17, 33, 255, 256, 257, 271, 272, 513)
 AROUND_TILES = (4095, 4096, 4097, 65535, 65536, 65537)
-ALIGNED = (0,) * 7
-MISALIGNED = ((1,) * 7, (1, 0, 0, 0, 0, 1, 0), (0, 1, 0, 3, 5, 0, 1), (0, 0, 1, 7, 1, 0, 0))
+ALIGNED = (0,) * 9
+MISALIGNED = ((1,) * 9, (1, 0, 0, 0, 0, 0, 1, 0, 0), (0, 1, 0, 3, 5, 0, 0, 1, 1), (0, 0, 1, 7, 1, 2, 0, 0, 0))
 
 
 def test_plain_is_always_there_and_the_fastest_is_first() -> None:
@@ -42,7 +42,7 @@ def test_every_combination(make: Callable[..., Any], format: str, moments: str, 
                     result.assert_guards()
 
 
-@pytest.mark.parametrize("rule", ["adamw", "lion"])
+@pytest.mark.parametrize("rule", ["adamw", "lion", "ademamix"])
 def test_small_sizes_and_blocks(make: Callable[..., Any], format: str, moments: str, rule: str, isa: str) -> None:
     whole = make(format, "bf16", max(AROUND_BLOCKS), rule=rule, moments=moments, seed=1, hostile=True)
     for n in (*SMALL, *AROUND_BLOCKS):
@@ -88,18 +88,22 @@ def test_an_element_does_not_depend_on_its_place(
 @given(
     seed=st.integers(0, 2**32 - 1),
     n=st.integers(0, 600),
-    rule=st.sampled_from(RULES),
+    rule=st.sampled_from(list(RULES)),
     kind=st.sampled_from(["fp32", "bf16", "8bit"]),
     lr=st.floats(0, 10),
     beta1=st.one_of(st.sampled_from([0.0, 0.5, 0.9]), st.floats(0, 1, exclude_max=True)),
     beta2=st.one_of(st.sampled_from([0.0, 0.999]), st.floats(0, 1, exclude_max=True)),
+    beta3=st.one_of(st.sampled_from([0.0, 0.9999]), st.floats(0, 1, exclude_max=True)),
+    alpha=st.one_of(st.just(0.0), st.floats(0, 100)),
+    t_alpha=st.integers(0, 20),
+    t_beta3=st.integers(0, 20),
     eps=st.one_of(st.sampled_from([0.0, 1e-45, 1e-40]), st.floats(0, 1)),
     weight_decay=st.one_of(st.just(0.0), st.floats(0, 1)),
     momentum=st.one_of(st.sampled_from([0.0, 1.0]), st.floats(0, 2)),
     dampening=st.floats(-1, 1),
     nesterov=st.booleans(),
     lr_decay=st.floats(0, 1),
-    step=st.integers(1, 10**12),
+    step=st.one_of(st.integers(1, 20), st.integers(1, 10**12)),
     key=st.integers(0, 2**64 - 1),
     first=st.integers(0, 2**54).map(lambda block: block * BLOCK),
     grad_scale=st.one_of(st.just(1.0), st.floats(-1e30, 1e30)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from infinity.native import _adam
-from infinity.optim.moments import _random_bits, moment_from_fp32, moment_to_fp32, zero_moments
+from infinity.optim.moments import _chance, _random_bits, moment_from_fp32, moment_to_fp32, zero_moments
 from infinity.plan.formats import BLOCK
 from infinity.rules import RULES
+from support.adam_arrays import PLAIN
 
 Array = npt.NDArray[Any]
 KEYS = [0, 1, 12345, 0xFFFFFFFFFFFFFFFF]
@@ -34,7 +36,7 @@ def store(values: Array, kind: Any, *, root: bool = False, key: int = 0, isa: st
 def one_step(
     rule: Any, param: Array, grad: Array, moment: Array, scale: Array, kind: Any, lr: float = 1.0, **options: Any
 ) -> None:
-    given: dict[str, Any] = {"momentum": 0.0, "step": 2, "weight_decay": 0.0} | options
+    given = PLAIN | {"step": 2, "lr": lr} | options
     _adam.update(
         rule,
         param=param.ctypes.data,
@@ -46,7 +48,6 @@ def one_step(
         format="fp32",
         grad_dtype="fp32",
         moment_format=kind,
-        lr=lr,
         **given,
     )
 
@@ -82,16 +83,22 @@ def test_random_bits_are_even_and_differ() -> None:
     for i, x in enumerate(rows):
         for y in rows[i + 1 :]:
             assert abs(np.corrcoef(x, y)[0, 1]) < 0.025
-    # what decides for the first moment says nothing of what decides for the second
-    assert abs(np.corrcoef(rows[0] >> 12, rows[0] & 0x7FFFF)[0, 1]) < 0.025
+    # what decides for one moment says nothing of what decides for another
+    for cut in (16, 19, 20):
+        draws = [_chance(rows[0], moment, cut) for moment in range(3)]
+        for a, b in itertools.combinations(draws, 2):
+            assert abs(np.corrcoef(a, b)[0, 1]) < 0.025
+            halves = 2 * (a >> (cut - 1)) + (b >> (cut - 1))
+            assert (np.abs(np.bincount(halves) / n - 0.25) < 0.012).all()
 
 
 def test_neighbours_and_steps_draw_independently() -> None:
-    """Errors of neighbours, of the two moments and of successive steps are uncorrelated."""
+    """Errors of neighbours, of the moments and of successive steps are uncorrelated."""
     n, lags = 1 << 16, 600
     for key in range(4):
         x = _random_bits(key, 0, n)
-        draws = [(part - part.mean()) / part.std() for part in ((x >> 12).astype(float), (x & 0x7FFFF).astype(float))]
+        parts = [_chance(x, moment, cut).astype(float) for moment, cut in ((0, 20), (1, 19), (2, 19))]
+        draws = [(part - part.mean()) / part.std() for part in parts]
         for a in draws:
             spread = np.square(a.reshape(-1, BLOCK).sum(axis=1)).mean() / BLOCK  # of the blocks' sums
             assert abs(spread - 1) < 6 * np.sqrt(2 * BLOCK / n)
@@ -265,14 +272,15 @@ def test_a_block_that_is_not_finite(value: float, at: int, isa: str, rule: Any) 
     wild[at] = value
     results = []
     for grad in (calm, wild):
-        count = 2 if rule.startswith("adam") else 1
+        count = len(RULES[rule].moments)
         moments, scales = zero_moments(rule, n, "8bit")  # type: ignore[arg-type]
         params = []
         for step, g in ((1, grad), (2, calm)):
             param = np.ones(n, np.float32)
             given: dict[str, Any] = {"param": param.ctypes.data, "grad": g.ctypes.data, "master": 0, "n": n}
             given |= {"moments": [m.data_ptr() for m in moments], "scales": [s.data_ptr() for s in scales]}
-            given |= {"format": "fp32", "grad_dtype": "fp32", "moment_format": "8bit", "lr": 0.1, "momentum": 0.9}
+            given |= {"format": "fp32", "grad_dtype": "fp32", "moment_format": "8bit"}
+            given = PLAIN | given | {"lr": 0.1, "momentum": 0.9}
             _adam.update(rule, step=step, isa=isa, **given)
             params.append(param)
         results.append((params[1], [m.numpy() for m in moments], [s.numpy() for s in scales], count))

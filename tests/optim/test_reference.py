@@ -13,6 +13,8 @@ from hypothesis import given, settings, strategies as st
 from infinity.optim.cpu_adam import join_master, split_master, split_master_torch, update_flat
 from infinity.optim.moments import zero_moments
 from infinity.rules import Hyper
+from support.adam_arrays import hyper_for
+from support.ademamix import AdEMAMix
 
 STEPS, N = 20, 10_007
 
@@ -46,7 +48,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_twenty_steps_of_torch(
     options: dict[str, bool], rule: Any, betas: tuple[float, float], weight_decay: float
 ) -> None:
-    hyper = Hyper(rule, 1e-2, betas, 1e-8, weight_decay)
+    hyper = Hyper(rule, lr=1e-2, betas=betas, eps=1e-8, weight_decay=weight_decay)
     start = torch.randn(N, generator=torch.Generator().manual_seed(1))
     grads = gradients(2)
     param, exp_avg, exp_avg_sq = start.clone(), torch.zeros(N), torch.zeros(N)
@@ -79,7 +81,7 @@ def test_one_step_against_fp64(
     p, g, m = (rng.standard_normal(100).astype(np.float32) for _ in range(3))
     v = np.square(rng.standard_normal(100)).astype(np.float32)
     param, exp_avg, exp_avg_sq = (torch.from_numpy(x.copy()) for x in (p, m, v))
-    hyper = Hyper("adamw", lr, betas, eps, weight_decay)
+    hyper = Hyper("adamw", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     update_flat(param, None, torch.from_numpy(g), [exp_avg, exp_avg_sq], [], hyper, step)
 
     p64, g64, m64, v64 = (x.astype(np.float64) for x in (p, g, m, v))
@@ -98,7 +100,7 @@ def test_one_step_against_fp64(
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
 def test_formats_hold_the_same_master(rule: Any, moments: Any) -> None:
     """After 20 steps from bf16 gradients, all formats have the same master, and param is its rounding."""
-    hyper = Hyper(rule, 1e-2, (0.9, 0.95), 1e-8, 0.1, momentum=0.9)
+    hyper = hyper_for(rule, lr=1e-2, eps=1e-8, weight_decay=0.1, momentum=0.9)
     start = torch.randn(N, generator=torch.Generator().manual_seed(3))
     masters: dict[str, torch.Tensor] = {}
     for kind in ("fp32", "remainder", "master", "master_fp16"):
@@ -120,7 +122,7 @@ def test_formats_hold_the_same_master(rule: Any, moments: Any) -> None:
 
 
 def test_grad_scale_is_multiplied_first() -> None:
-    hyper = Hyper("adamw", 1e-2, (0.9, 0.95), 1e-8, 0.1)
+    hyper = Hyper("adamw", lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     results = []
     for factor, scale in ((1.0, 1.0), (1024.0, 1 / 1024)):
         param, exp_avg, exp_avg_sq = torch.ones(100), torch.zeros(100), torch.zeros(100)
@@ -147,7 +149,7 @@ def test_twenty_steps_of_sgd(weight_decay: float, options: dict[str, Any]) -> No
     def kind(params: list[torch.Tensor]) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, 1e-2, weight_decay=weight_decay, foreach=False, **options)
 
-    follows(Hyper("sgd", 1e-2, weight_decay=weight_decay, **options), grads, kind)
+    follows(Hyper("sgd", lr=1e-2, weight_decay=weight_decay, **options), grads, kind)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -156,7 +158,7 @@ def test_twenty_steps_of_adagrad(weight_decay: float, lr_decay: float) -> None:
     def kind(params: list[torch.Tensor]) -> torch.optim.Optimizer:
         return torch.optim.Adagrad(params, 1e-2, lr_decay, weight_decay, eps=1e-8, foreach=False)
 
-    follows(Hyper("adagrad", 1e-2, weight_decay=weight_decay, lr_decay=lr_decay), gradients(6), kind)
+    follows(Hyper("adagrad", lr=1e-2, eps=1e-8, weight_decay=weight_decay, lr_decay=lr_decay), gradients(6), kind)
 
 
 def follows(hyper: Hyper, grads: list[torch.Tensor], kind: Any) -> None:
@@ -176,7 +178,7 @@ def follows(hyper: Hyper, grads: list[torch.Tensor], kind: Any) -> None:
 @pytest.mark.parametrize("betas", [(0.9, 0.99), (0.5, 0.0), (0.0, 0.9)], ids=str)
 def test_twenty_steps_of_lion(betas: tuple[float, float]) -> None:
     """Compares with the paper's formula in fp64. Gradients are not near zero, where rounding decides the sign."""
-    hyper = Hyper("lion", 1e-2, betas, weight_decay=0.1)
+    hyper = Hyper("lion", lr=1e-2, betas=betas, weight_decay=0.1)
     start = torch.randn(N, generator=torch.Generator().manual_seed(1))
     param, (moments, scales) = start.clone(), zero_moments("lion", N, "fp32")
     expected, average = start.double(), torch.zeros(N, dtype=torch.float64)
@@ -189,11 +191,36 @@ def test_twenty_steps_of_lion(betas: tuple[float, float]) -> None:
     assert float((param - expected).abs().max()) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"betas": (0.9, 0.95, 0.99), "alpha": 8.0, "weight_decay": 0.1},
+        {"t_alpha": 15, "t_beta3": 25},
+        {"betas": (0.5, 0.0, 0.9), "t_alpha": 1, "t_beta3": 5},
+    ],
+    ids=str,
+)
+def test_twenty_steps_of_ademamix(options: dict[str, Any]) -> None:
+    """Warm-ups end within the steps, or go on beyond them."""
+    follows(Hyper("ademamix", lr=1e-2, **options), gradients(8), lambda params: AdEMAMix(params, 1e-2, **options))
+
+
+def test_the_slow_mean_of_ademamix_warms_up_from_no_fast_mean() -> None:
+    """With the first beta 0, whose half-life is 0, the third warms up from 0: its half-life is a share of its own."""
+    hyper = Hyper("ademamix", lr=0.0, betas=(0.0, 0.9, 0.81), t_beta3=2)
+    param, (moments, _) = torch.zeros(20), zero_moments("ademamix", 20, "fp32")
+    for step, beta3 in ((1, 0.81**2), (2, 0.81)):
+        before = moments[1].clone()
+        update_flat(param, None, torch.ones(20), moments, [], hyper, step)
+        torch.testing.assert_close(moments[1], beta3 * before + 1 - beta3)
+
+
 def test_lions_sign_of_zero_and_nan() -> None:
     param, moment = torch.ones(20), torch.zeros(20)
     grad = torch.zeros(20)
     grad[5], grad[6], grad[7] = -0.0, float("nan"), 1e-45
-    update_flat(param, None, grad, [moment], [], Hyper("lion", 0.5, (0.0, 0.0), weight_decay=0.0), 1)
+    update_flat(param, None, grad, [moment], [], Hyper("lion", lr=0.5, betas=(0.0, 0.0), weight_decay=0.0), 1)
     assert param[6].isnan() and param[7] == 0.5 and bool((param[[0, 5, 19]] == 1).all())
 
 
@@ -207,7 +234,7 @@ def test_no_decay_leaves_a_non_finite_parameter_out_of_the_moments(rule: Any) ->
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e-40, -1e-45, 3e38, 0.0])
 def test_special_gradients_as_in_torch(value: float) -> None:
-    hyper = Hyper("adamw", 1e-2, (0.9, 0.95), 1e-8, 0.1)
+    hyper = Hyper("adamw", lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     grads = [torch.full((37,), value)]
     param, exp_avg, exp_avg_sq = torch.ones(37), torch.zeros(37), torch.zeros(37)
     update_flat(param, None, grads[0], [exp_avg, exp_avg_sq], [], hyper, 1)
@@ -222,7 +249,7 @@ def test_nans_are_stored_as_one_pattern(
     problem = make(format, "fp32", 100, rule=rule, moments=moments, seed=6)
     problem.arrays["grad"][:] = 0xFFABCDEF
     problem.call(isa)
-    for name in ("moment0", "moment1"):
+    for name in ("moment0", "moment1", "moment2"):
         moment = problem.arrays[name]
         assert moment is None or (moment == (0x7FC00000 if moments == "fp32" else 0x7FC0)).all()
     param = {"fp32": 0x7FC00000, "master_fp16": 0x7E00}.get(format, 0x7FC0)
@@ -236,7 +263,7 @@ def test_hostile_values_store_no_other_nan(
 ) -> None:
     """Kernels look for a NaN in the parameter only: one in a moment shows there."""
     problem = make("fp32", "fp32", 60_000, rule=rule, moments=moments, seed=8, hostile=True).call(isa, **change)
-    for name in ("param", "moment0", "moment1"):
+    for name in ("param", "moment0", "moment1", "moment2"):
         array = problem.arrays[name]
         if array is None:
             continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 from itertools import chain
 from pathlib import Path
@@ -19,16 +18,21 @@ OF_TORCH = [pytest.param(rule, id=name) for name, rule in RULES.items() if rule.
 
 
 def test_kernels_have_the_rules_of_the_table() -> None:
-    assert dict(_adam.RULES) == {name: len(rule.moments) for name, rule in RULES.items()}
+    for name, moments, root, constants in _adam.RULES:
+        rule = RULES[name]
+        assert moments == len(rule.moments) and rule.roots == (() if root < 0 else (rule.moments[root],))
+        assert constants == tuple(Hyper(name).arguments)[1:]
+    assert {name for name, *_ in _adam.RULES} == RULES.keys()
 
 
 @pytest.mark.parametrize("rule", ROWS)
 def test_a_row_is_consistent(rule: Rule) -> None:
-    """Its type is its name, its constants are fields of `Hyper`, and its roots are moments."""
+    """Its type is its name, its constants are attributes of `Hyper`, and its roots are moments."""
     assert rule_of_type(rule.type.upper()) is rule and RULES[rule.name] is rule
-    assert set(rule.keys) <= {field.name for field in dataclasses.fields(Hyper)}
     assert set(rule.roots) <= set(rule.moments)
-    Hyper(rule.name, **{constant.name: constant.default for constant in rule.constants})
+    hyper = Hyper(rule.name)
+    assert hyper.by_key() == {constant.name: constant.default for constant in rule.constants}
+    assert pickle.loads(pickle.dumps(hyper)) == hyper and [getattr(hyper, name) for name in rule.keys]
 
 
 @pytest.mark.parametrize("rule", OF_TORCH)
@@ -76,5 +80,5 @@ def test_documentation_lists_every_rule() -> None:
 
 
 def test_rules_in_words() -> None:
-    adamw, adam, *_, sgd = RULES.values()
+    adamw, adam, sgd = (RULES[name] for name in ("adamw", "adam", "sgd"))
     assert in_words([adamw]) == "AdamW" and in_words([adamw, adam, sgd]) == "AdamW, Adam or SGD"

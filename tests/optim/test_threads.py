@@ -96,7 +96,8 @@ arrays = [array("f", bytes(4 * n)) for _ in range(4)]
 p, g, m, v = (a.buffer_info()[0] for a in arrays)
 for background in (False, True):
     _adam.update("adamw", param=p, master=0, grad=g, moments=[m, v], scales=[], n=n, format="fp32", grad_dtype="fp32",
-                 moment_format="fp32", lr=1e-3, step=1, threads=3, background=background)
+                 moment_format="fp32", lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1, threads=3,
+                 background=background)
 own = os.getpriority(os.PRIO_PROCESS, 0)
 expected = [own] * 2 + [min(19, own + 10)] * 3
 for attempt in range(3000):  # a new thread may have had no turn yet
@@ -129,7 +130,8 @@ for background in (False, True):
     p, g, m, v = (a.buffer_info()[0] for a in arrays)
     for step in range(1, 11):
         _adam.update("adamw", param=p, master=0, grad=g, moments=[m, v], scales=[], n=n, format="fp32",
-                     grad_dtype="fp32", moment_format="fp32", lr=1e-3, step=step, threads=2, background=background)
+                     grad_dtype="fp32", moment_format="fp32", lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8,
+                     weight_decay=0.0, step=step, threads=2, background=background)
     results.add(b"".join(bytes(a) for a in arrays))
 for process in spinning:
     process.kill()
@@ -296,7 +298,7 @@ arrays = [array("f", bytes(4 * n)) for _ in range(4)]
 p, g, m, v = (a.buffer_info()[0] for a in arrays)
 for _ in range(5):
     _adam.update("adamw", param=p, master=0, grad=g, moments=[m, v], scales=[], n=n, format="fp32", grad_dtype="fp32",
-                 moment_format="fp32", lr=1e-3, step=1, threads=5)
+                 moment_format="fp32", lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1, threads=5)
 before = time.process_time()
 time.sleep(0.4)
 print(time.process_time() - before)

@@ -16,7 +16,7 @@ def in_tiles(whole: Any, cuts: list[int], first: int, isa: str, order: int) -> A
     """Return the arrays after each [begin, end) was updated separately, in memory of its own."""
     result = whole.copy()
     for begin, end in list(itertools.pairwise(cuts))[::order]:
-        tile = whole.copy((1, 0, 3, 0, 1, 2, 0), n=end, begin=begin).call(isa, first=first + begin)
+        tile = whole.copy((1, 0, 3, 0, 1, 5, 2, 0, 1), n=end, begin=begin).call(isa, first=first + begin)
         for name, array in tile.arrays.items():
             if array is not None:
                 per = BLOCK if name.startswith("scale") else 1

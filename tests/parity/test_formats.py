@@ -18,7 +18,7 @@ from support.states import states_of
 
 STEPS = 4
 CHEAP = [("remainder", "bf16"), ("remainder", "8bit"), ("fp32", "8bit")]
-RULES = ["AdamW", "Adam", "Adagrad", "Lion", "SGD"]
+RULES = ["AdamW", "Adam", "Adagrad", "Lion", "SGD", "AdEMAMix"]
 
 
 def stack() -> nn.Module:

@@ -120,6 +120,8 @@ def test_parts_of_states_hold_the_values_of_their_elements(block: int, length: i
         (torch.bfloat16, "remainder", "sgd", "fp32", 6),
         (torch.float16, "remainder", "adamw", "fp32", 12),
         (torch.float16, "fp32", "adagrad", "bf16", 6),
+        (torch.bfloat16, "remainder", "ademamix", "fp32", 14),
+        (torch.bfloat16, "remainder", "ademamix", "8bit", 5 + 3 / 256),
     ],
 )
 def test_bytes_per_parameter(dtype: torch.dtype, master: Any, rule: Any, moments: Any, width: float) -> None:

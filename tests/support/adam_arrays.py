@@ -13,7 +13,7 @@ import torch
 from infinity.native import _adam
 from infinity.optim.moments import moment_from_fp32, moment_to_fp32
 from infinity.plan.formats import BLOCK
-from infinity.rules import RULES
+from infinity.rules import RULES, Hyper
 
 Array = npt.NDArray[Any]
 
@@ -25,12 +25,20 @@ HYPER: dict[str, Any] = {
     "weight_decay": 0.1,
     "momentum": 0.9,
     "dampening": 0.1,
+    "nesterov": False,
     "lr_decay": 0.01,
+    "beta3": 0.99,
+    "alpha": 3.0,
+    "t_alpha": 5,
+    "t_beta3": 7,
     "step": 3,
     "key": 0x0123456789ABCDEF,
     "first": 7 * BLOCK,
 }
-NAMES = ("param", "master", "grad", "moment0", "moment1", "scale0", "scale1")
+PLAIN: dict[str, Any] = {name: value for name, value in HYPER.items() if name not in ("step", "key", "first")}
+PLAIN |= {"beta2": 0.999} | dict.fromkeys(("weight_decay", "momentum", "dampening", "lr_decay"), 0.0)
+"""Constants of all rules, without decay and momentum."""
+NAMES = ("param", "master", "grad", *(f"moment{k}" for k in range(3)), *(f"scale{k}" for k in range(3)))
 ALIGNED = (0,) * len(NAMES)
 GUARD = 0xA5  # the byte around every array
 NAMED = np.array(
@@ -65,9 +73,15 @@ def guarded(values: Array, offset: int) -> Array:
     return view
 
 
+def hyper_for(rule: Any, **given: Any) -> Hyper:
+    """Return hyper-parameters of the rule, with those of `given` that it has."""
+    return Hyper(rule, **{name: value for name, value in given.items() if name in RULES[rule].keys})
+
+
 def has_root(rule: str, k: int) -> bool:
     """Return True if 8-bit codes store the square root of moment k."""
-    return rule == "adagrad" or (rule in ("adam", "adamw") and k == 1)
+    row = RULES[rule]  # type: ignore[index]
+    return row.moments[k] in row.roots
 
 
 @dataclass
@@ -87,7 +101,7 @@ class Problem:
         given: dict[str, Any] = {"rule": self.rule, "n": self.n, "format": self.format, "grad_dtype": self.grad_dtype}
         given |= {name: self.address(name) for name in ("param", "master", "grad")}
         for kind in ("moment", "scale"):
-            given[f"{kind}s"] = [self.address(f"{kind}{k}") for k in (0, 1) if self.arrays[f"{kind}{k}"] is not None]
+            given[f"{kind}s"] = [self.address(f"{kind}{k}") for k in range(3) if self.arrays[f"{kind}{k}"] is not None]
         return given | {"moment_format": self.moments}
 
     def address(self, name: str) -> int:
@@ -170,7 +184,7 @@ def make_moment(rng: np.random.Generator, rule: str, k: int, kind: str, n: int, 
             scales[some] = rng.choice([16, 17, 40, 63, 64, 190, 240, 253, 255], int(some.sum()))
         return rng.integers(0, 256, n).astype(np.uint8), scales.astype(np.uint8)
     values = random_bits(rng, n, hostile=hostile)
-    if rule == "adagrad" or k == 1:
+    if has_root(rule, k):
         values[rng.integers(0, 8, n) >= hostile] &= 0x7FFFFFFF  # a hostile few stay negative: the root of those is NaN
     return (values if kind == "fp32" else (values >> 16).astype(np.uint16)), None
 

@@ -13,7 +13,14 @@ import numpy as np
 from infinity.native import _adam
 from support.adam_arrays import ALIGNED, GUARD, HYPER, Array, Problem, guarded, make_problem, random_bits
 
-MISALIGNED = ((1,) * 7, (1, 0, 0, 0, 0, 1, 0), (0, 1, 0, 3, 5, 0, 1), (0, 0, 1, 7, 1, 0, 0), (4, 8, 4, 12, 4, 1, 1))
+MISALIGNED = (
+    (1,) * 9,
+    (1, 0, 0, 0, 0, 0, 1, 0, 0),
+    (0, 1, 0, 3, 5, 0, 0, 1, 1),
+    (0, 0, 1, 7, 1, 2, 0, 0, 0),
+    (4, 8, 4, 12, 4, 8, 1, 1, 1),
+    (0, 0, 0, 0, 0, 1, 0, 0, 0),
+)
 GRADS = ("fp32", "bf16", "fp16")
 
 
@@ -58,7 +65,7 @@ class CudaKernels:
         }
         given = problem.arguments() | {n: p.address if (p := placed[n]) else 0 for n in ("param", "master", "grad")}
         for kind in ("moment", "scale"):
-            given[f"{kind}s"] = [p.address for k in (0, 1) if (p := placed[f"{kind}{k}"])]
+            given[f"{kind}s"] = [p.address for k in range(3) if (p := placed[f"{kind}{k}"])]
         self.native.update(**(given | HYPER | hyper), device=0, stream=self.stream)
         arrays = {name: p.get() if p else None for name, p in placed.items()}
         return Problem(problem.format, problem.grad_dtype, problem.n, problem.rule, problem.moments, arrays)

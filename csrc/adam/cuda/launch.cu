@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <iterator>
 #include <stdexcept>
 
 #include "fingerprint.cuh"
@@ -61,14 +62,15 @@ bool aligned(Format format, const Arrays& a) {
     const std::size_t moment = a.moments == Moments::kEight ? 1 : a.moments == Moments::kBf16 ? 2 : 4;
     return runs_of(format == Format::kFp32 ? 4 : 2, a.param) &&
            runs_of(format == Format::kRemainder ? 2 : 4, a.master) && runs_of(grad_bytes(a.grad_dtype), a.grad) &&
-           runs_of(moment, a.moment[0]) && runs_of(moment, a.moment[1]);  // unused addresses are null
+           std::all_of(std::begin(a.moment), std::end(a.moment),
+                       [moment](const void* array) { return runs_of(moment, array); });  // unused addresses are null
 }
 
 // ---- the table, as in kernel.h ----
 
 using UpdateKernel = void (*)(Arrays, Coefficients, std::size_t, bool);
 
-template <class F, class R, class Root, int root>
+template <class F, class R>
 UpdateKernel kernel_with(Moments moments) {
     switch (moments) {
         case Moments::kFp32:
@@ -76,39 +78,27 @@ UpdateKernel kernel_with(Moments moments) {
         case Moments::kBf16:
             return update_runs<F, MomentsBf16<Plain>, R>;
         case Moments::kEight:
-            return update_blocks<F, Root, root>;
+            return update_blocks<F, R>;
     }
     throw std::logic_error("moments");
 }
 
-template <class F>
-UpdateKernel kernel_of(Rule rule, Moments moments) {
-    using V = Plain;
-    switch (rule) {
-        case Rule::kAdam:
-            return kernel_with<F, RuleAdam<V, false, false>, RuleAdam<V, false, true>, 1>(moments);
-        case Rule::kAdamW:
-            return kernel_with<F, RuleAdam<V, true, false>, RuleAdam<V, true, true>, 1>(moments);
-        case Rule::kAdagrad:
-            return kernel_with<F, RuleAdagrad<V, false>, RuleAdagrad<V, true>, 0>(moments);
-        case Rule::kLion:
-            return kernel_with<F, RuleLion<V>, RuleLion<V>, -1>(moments);
-        case Rule::kSgd:
-            return kernel_with<F, RuleSgd<V>, RuleSgd<V>, -1>(moments);
-    }
-    throw std::logic_error("rule");
+template <class F, class... R>
+UpdateKernel kernel_of(Rule rule, Moments moments, ListOf<R...>) {
+    constexpr UpdateKernel (*kernels[])(Moments) = {kernel_with<F, R>...};
+    return kernels[static_cast<std::size_t>(rule)](moments);
 }
 
 UpdateKernel kernel_of(Format format, Rule rule, Moments moments) {
     switch (format) {
         case Format::kFp32:
-            return kernel_of<FormatFp32<Plain>>(rule, moments);
+            return kernel_of<FormatFp32<Plain>>(rule, moments, Rules{});
         case Format::kRemainder:
-            return kernel_of<FormatRemainder<Plain>>(rule, moments);
+            return kernel_of<FormatRemainder<Plain>>(rule, moments, Rules{});
         case Format::kMaster:
-            return kernel_of<FormatMaster<Plain, false>>(rule, moments);
+            return kernel_of<FormatMaster<Plain, false>>(rule, moments, Rules{});
         case Format::kMasterFp16:
-            return kernel_of<FormatMaster<Plain, true>>(rule, moments);
+            return kernel_of<FormatMaster<Plain, true>>(rule, moments, Rules{});
     }
     throw std::logic_error("format");
 }

@@ -70,6 +70,19 @@ __device__ inline void load_grads(float (&to)[kRun], const Arrays& a, const Exte
 template <std::size_t bytes>
 using Element = std::conditional_t<bytes == 1, std::uint8_t, std::conditional_t<bytes == 2, std::uint16_t, float>>;
 
+template <int k>
+struct Number {
+    static constexpr int value = k;
+};
+// Calls body(Number<0>()), ..., body(Number<count - 1>()): a loop whose index is a constant.
+template <int count, class Body>
+__device__ inline void each(const Body& body) {
+    if constexpr (count > 0) {
+        each<count - 1>(body);
+        body(Number<count - 1>());
+    }
+}
+
 // One run of all arrays, in registers.
 template <class F, std::size_t moment_bytes, int moments>
 struct Registers {
@@ -79,7 +92,7 @@ struct Registers {
     alignas(16) typename F::Param param[kRun];
     alignas(16) Element<kHasMaster ? F::kMasterBytes : 4> master[kRun];
     alignas(16) float grad[kRun];
-    alignas(16) Element<moment_bytes> moment[2][kRun];
+    alignas(16) Element<moment_bytes> moment[moments][kRun];
 
     __device__ Registers(const Arrays& a, const Extent& e) : extent(e) {
         if constexpr (F::kReadsParam) load_run(param, a.param, e);

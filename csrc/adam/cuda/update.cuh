@@ -12,7 +12,7 @@ namespace {
 template <class F, class M, class R>
 __global__ void __launch_bounds__(kThreads)
     update_runs(const Arrays a, const Coefficients c, std::size_t n, bool aligned) {
-    const R rule(c);
+    const R rule = rule_in<R>(c);
     const std::size_t stride = std::size_t{gridDim.x} * kThreads * kRun;
     for (std::size_t i = (std::size_t{blockIdx.x} * kThreads + threadIdx.x) * kRun; i < n; i += stride) {
         Registers<F, M::kBytes, R::kMoments> run(a, Extent(i, n, aligned));
@@ -20,13 +20,14 @@ __global__ void __launch_bounds__(kThreads)
                                                   i);  // no run crosses a multiple of 2^32, since `first` is at a block
 #pragma unroll
         for (int k = 0; k < kRun; ++k) {
-            float p = F::load(run.values(), k);
-            float m = M::load(run.moment[0], k), v = R::kMoments == 2 ? M::load(run.moment[1], k) : m;
-            rule(p, run.grad[k], m, v);
+            float p = F::load(run.values(), k), m[R::kMoments];
+            each<R::kMoments>([&](auto j) { m[j.value] = M::load(run.moment[j.value], k); });
+            rule.template update<Plain, false>(p, run.grad[k], m);
             F::store(run.values(), k, Plain::canonical(p));
             const std::uint32_t random = M::random(element_random, k);
-            M::template store<0>(run.moment[0], k, Plain::canonical(m), random);
-            if constexpr (R::kMoments == 2) M::template store<1>(run.moment[1], k, Plain::canonical(v), random);
+            each<R::kMoments>([&](auto j) {
+                M::template store<j.value>(run.moment[j.value], k, Plain::canonical(m[j.value]), random);
+            });
         }
         run.store_values(a);
         run.store_moments(a);
@@ -42,37 +43,39 @@ __device__ inline std::uint32_t warp_max(std::uint32_t x) {
     return x;
 }
 
-// A thread's share of a block with 8-bit moments: values until the block's largest is known, and their codes.
-template <int k, bool root, int runs>
-struct Codes {
-    using Code = Codec8<Plain, k, root>;
+// A thread's share of one moment of a block: values until the block's largest is known, and their codes.
+template <int runs>
+struct Share {
+    Codec8<Plain> old;
     float values[runs][kRun];
     std::uint32_t largest = 0;
 
+    template <bool root>
     __device__ void see(float value) {
-        const std::uint32_t magnitude = Code::magnitude(value);
+        const std::uint32_t magnitude = Codec8<Plain>::template magnitude<root>(value);
         largest = largest > magnitude ? largest : magnitude;
     }
     // Returns the block's new scale. Collective over the warp.
     __device__ std::uint32_t scale() const { return scale_of(warp_max(largest)); }
+    template <int moment, bool root>
     __device__ void encode(std::uint8_t (&to)[kRun], int run, std::uint32_t scale,
                            const ElementRandom<Plain>& element_random) const {
-        const Code code(scale);
+        const Codec8<Plain> code(scale);
 #pragma unroll
         for (int j = 0; j < kRun; ++j) {
-            const std::uint32_t byte = code.encode(values[run][j], element_random.bits(j));
+            const std::uint32_t byte = code.template encode<moment, root>(values[run][j], element_random.bits(j));
             to[j] = scale == kNotFinite ? std::uint8_t{0} : static_cast<std::uint8_t>(byte);
         }
     }
 };
 
 // Updates with 8-bit moments, one warp per block.
-template <class F, class R, int root>
+template <class F, class R>
 __global__ void __launch_bounds__(kThreads)
     update_blocks(const Arrays a, const Coefficients c, std::size_t n, bool aligned) {
     constexpr int kRuns = kBlock / (kWarp * kRun);
     using Run = Registers<F, 1, R::kMoments>;
-    const R rule(c);
+    const R rule = rule_in<R>(c);
     const unsigned lane = threadIdx.x % kWarp;
     const std::size_t stride = std::size_t{gridDim.x} * (kThreads / kWarp);
     for (std::size_t block = std::size_t{blockIdx.x} * (kThreads / kWarp) + threadIdx.x / kWarp; block * kBlock < n;
@@ -80,37 +83,37 @@ __global__ void __launch_bounds__(kThreads)
         const std::size_t begin = block * kBlock + lane * kRun;
         // All loads come before the first store, since the compiler cannot move them across it.
         Run runs[kRuns] = {Run(a, Extent(begin, n, aligned)), Run(a, Extent(begin + kWarp * kRun, n, aligned))};
-        const Codec8<Plain, 0, root == 0> first(a.scale[0][block]);
-        const Codec8<Plain, 1, root == 1> second(R::kMoments == 2 ? a.scale[1][block] : kLeastScale);
-        Codes<0, root == 0, kRuns> codes0;
-        Codes<1, root == 1, kRuns> codes1;
+        Share<kRuns> shares[R::kMoments];
+        each<R::kMoments>([&](auto j) { shares[j.value].old = Codec8<Plain>(a.scale[j.value][block]); });
 #pragma unroll
         for (int r = 0; r < kRuns; ++r) {
 #pragma unroll
             for (int k = 0; k < kRun; ++k) {
-                float p = F::load(runs[r].values(), k);
-                float m = first.decode(runs[r].moment[0][k]), v = m;
-                if constexpr (R::kMoments == 2) v = second.decode(runs[r].moment[1][k]);
-                rule(p, runs[r].grad[k], m, v);
+                float p = F::load(runs[r].values(), k), m[R::kMoments];
+                each<R::kMoments>([&](auto j) {
+                    m[j.value] = shares[j.value].old.template decode<R::kRoot == j.value>(runs[r].moment[j.value][k]);
+                });
+                rule.template update<Plain, R::kRoot >= 0>(p, runs[r].grad[k], m);
                 F::store(runs[r].values(), k, Plain::canonical(p));
-                codes0.values[r][k] = m;
-                codes1.values[r][k] = v;
-                if (k < runs[r].extent.count) {
-                    codes0.see(m);
-                    codes1.see(v);
-                }
+                each<R::kMoments>([&](auto j) {
+                    shares[j.value].values[r][k] = m[j.value];
+                    if (k < runs[r].extent.count) shares[j.value].template see<R::kRoot == j.value>(m[j.value]);
+                });
             }
         }
-        const std::uint32_t scale0 = codes0.scale(), scale1 = R::kMoments == 2 ? codes1.scale() : kLeastScale;
+        std::uint32_t scale[R::kMoments];
+        each<R::kMoments>([&](auto j) { scale[j.value] = shares[j.value].scale(); });
         if (lane == 0) {
-            a.scale[0][block] = static_cast<std::uint8_t>(scale0);
-            if constexpr (R::kMoments == 2) a.scale[1][block] = static_cast<std::uint8_t>(scale1);
+            each<R::kMoments>([&](auto j) { a.scale[j.value][block] = static_cast<std::uint8_t>(scale[j.value]); });
         }
 #pragma unroll
         for (int r = 0; r < kRuns; ++r) {
             const ElementRandom<Plain> element_random(c.random, begin + r * kWarp * kRun);
-            codes0.encode(runs[r].moment[0], r, scale0, element_random);
-            if constexpr (R::kMoments == 2) codes1.encode(runs[r].moment[1], r, scale1, element_random);
+            each<R::kMoments>([&](auto j) {
+                constexpr int kMoment = j.value;
+                shares[kMoment].template encode<kMoment, R::kRoot == kMoment>(runs[r].moment[kMoment], r,
+                                                                              scale[kMoment], element_random);
+            });
             runs[r].store_values(a);
             runs[r].store_moments(a);
         }

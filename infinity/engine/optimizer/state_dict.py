@@ -33,6 +33,8 @@ from infinity.rules import RULES, Hyper, RuleName
 
 RULE_KEYS = {name for rule in RULES.values() for name in rule.keys}
 """Keys of a param_group that some rule reads."""
+KEYS_OF_TORCH = {name for rule in RULES.values() if rule.torch for name in rule.keys}
+"""Keys by which an optimizer's param_group differs from those of others. bitsandbytes' Adam has AdEMAMix's, too."""
 _UNSUPPORTED = ("amsgrad", "maximize")
 _NO_EFFECT = ("foreach", "capturable", "differentiable", "fused", "initial_accumulator_value")
 """Keys of torch's groups that select an implementation, or have an effect only before the first step."""
@@ -135,7 +137,7 @@ def _check_group(rule: RuleName, number: int, group: Mapping[str, Any]) -> Saved
         if group.get(name):
             raise ConfigError(f"{where} has {name}={group[name]}, which {rule} does not support: train without it")
     lacks = [name for name in known if name not in group]
-    alien = [name for name in group if name in RULE_KEYS and name not in known]
+    alien = [name for name in group if name in KEYS_OF_TORCH and name not in known]
     decoupled = group.get("decoupled_weight_decay")
     if RULES[rule].is_adam and decoupled is not None and bool(decoupled) != RULES[rule].decouples:
         alien.append(f"decoupled_weight_decay={decoupled}")

@@ -13,7 +13,7 @@ from torch import nn
 
 from infinity.comm.agreement.announcements import Operation
 from infinity.engine.optimizer.loss_scale import LossScale, LossScaleNames
-from infinity.engine.optimizer.state_dict import RULE_KEYS, hyper_of
+from infinity.engine.optimizer.state_dict import KEYS_OF_TORCH, hyper_of
 from infinity.errors import ConfigError, ModelError, UsageError
 from infinity.optim.parameter_rule import ParameterHyper, ParameterRule
 from infinity.rules import RULES, Hyper
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 ParamGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Iterable[tuple[str, nn.Parameter]]
 
 
-_OF_OTHERS = RULE_KEYS | {"moments", "master", "amsgrad", "maximize"}
-"""Keys of a param_group that some rule or torch.optim reads."""
+_OF_OTHERS = KEYS_OF_TORCH | {"moments", "master", "amsgrad", "maximize"}
+"""Keys of a param_group that torch.optim reads."""
 _READ = "a state_dict of the optimizer"
 """Name of `state_dict` and `load_state_dict` in an error."""
 
