@@ -130,6 +130,13 @@ class Infinity(Section):
     """Format of the optimizer's moments: 4, 2 or 1 bytes per element to store, read and write. `bf16` and `8bit` (with
     one scale per 256 elements) are rounded stochastically; docs/optimizer.md gives the effect on the loss."""
 
+    frozen: Literal["as_is", "8bit", "nf4"] = "as_is"
+    """Format in which tiers store frozen parameters of two and more dimensions, such as the base of adapters. `8bit`
+    and `nf4` store a code of 8 or 4 bits per element and one scale per 64, in the dtype of the parameters; units are
+    decoded as they are fetched, so that reads fall to as many bits. Frozen parameters take the rounded values when the
+    engine is constructed (`infinity.optim.frozen_values` gives them); everything after that is exact. `as_is`: their own
+    dtype."""
+
     seed: CountOrZero = Field(default=0, lt=1 << 64)
     """Seed of the stochastic rounding of `moments`. The rounding depends only on the seed, the number of the step and
     the position of a parameter in the model."""

@@ -295,7 +295,7 @@ class _States:
     def write(self) -> None:
         """Write this rank's shard to its tiers."""
         self._unit.snapshot_read.wait()
-        self._engine.parts.states.write(self._unit.layout, self._flats)
+        self._engine.parts.states.write(self._unit.layout, self._flats, edits=True)
         self._unit.rewritten()
         self._engine.parts.runner.refresh_viewed()
 

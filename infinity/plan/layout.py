@@ -15,6 +15,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from infinity.plan.frozen import FrozenCode
+
 
 @dataclass(frozen=True)
 class Member:
@@ -37,6 +39,8 @@ class DiscoveredUnit:
     dtype: torch.dtype
     trainable: bool
     members: tuple[Member, ...]
+    coded: bool = False
+    """Frozen parameters that `infinity.frozen` may store in a code."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,8 @@ class UnitLayout:
     world_size: int
     first: int = 0
     """Index of the flat tensor's first element in the model: independent of ranks, a multiple of `SLOT_ALIGNMENT`."""
+    code: FrozenCode | None = None
+    """Code in which the tier stores the parameters; None: they are stored as they are."""
 
     @cached_property
     def shard_numel(self) -> int:
@@ -137,6 +143,11 @@ class UnitLayout:
     @cached_property
     def shard_nbytes(self) -> int:
         return self.nbytes // self.world_size
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Return the bytes of a shard of the parameters in its tier."""
+        return self.shard_nbytes if self.code is None else self.code.nbytes(self.shard_numel)
 
     @property
     def end(self) -> int:
@@ -222,10 +233,12 @@ def layout_unit(
     first: int = 0,
     *,
     norm_of: NormOf = "model",
+    code: FrozenCode | None = None,
 ) -> UnitLayout:
     """Lay out `members` in order of param_group, so that a shard has few runs.
 
-    first: `end` of the previous unit. norm_of: "optimizer" leaves members of no group out of the gradient norm.
+    first: `end` of the previous unit. norm_of: "optimizer" leaves members of no group out of the gradient norm. code:
+    as of `UnitLayout`.
     """
     slots = []
     offset = 0
@@ -234,4 +247,4 @@ def layout_unit(
         slots.append(Slot(member.name, member.shape, offset, member.group, member.copies, in_norm))
         offset = round_up(offset + prod(member.shape), SLOT_ALIGNMENT)
     numel = round_up(max(offset, 1), SHARD_ALIGNMENT * world_size)
-    return UnitLayout(index, name, tuple(slots), dtype, trainable, numel, world_size, first)
+    return UnitLayout(index, name, tuple(slots), dtype, trainable, numel, world_size, first, code)

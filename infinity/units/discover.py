@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from infinity.comm.dtensor import local
+from infinity.plan.frozen import CODED_DTYPES
 from infinity.plan.layout import Discovered, DiscoveredUnit, Member, UnitLayout
 from infinity.units.compiled import own_name, uncompiled
 
@@ -75,13 +76,14 @@ _UNITS_ON_DEVICE = 16
 class UnitParameters:
     """Parameters of one unit: of one dtype, all trainable or all frozen.
 
-    root: path of the module that they belong to.
+    root: path of the module that they belong to. coded: `infinity.frozen` may store them in a code.
     """
 
     name: str
     root: str
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
+    coded: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -182,28 +184,41 @@ def unit_size_of(asked: int | Literal["auto"], model: nn.Module, width: int | No
     return max(UNIT_SIZE, min(largest, device_nbytes // _UNITS_ON_DEVICE))
 
 
-def discover(model: nn.Module, unit_size: int, width: int | None = None) -> list[UnitParameters]:
+def discover(
+    model: nn.Module, unit_size: int, width: int | None = None, *, codes: bool = False
+) -> list[UnitParameters]:
     """Return the units of `model` in the order of the module tree.
 
     unit_size: in bytes. width: bytes per element in training; by default the item size of the present dtype. Frozen
-    parameters, and parameters of another dtype, in the same subtree form units of their own.
+    parameters, and parameters of another dtype, in the same subtree form units of their own. codes: so do frozen
+    parameters with a code.
     """
     walk = _Walk(unit_size, width)
     remaining = walk.open(model, "")
     if remaining:
         walk.groups.append(("", remaining))
-    return [unit for name, members in walk.groups for unit in _split(name, members)]
+    return [unit for name, members in walk.groups for unit in _split(name, members, codes=codes)]
 
 
-def _split(root: str, members: list[tuple[str, nn.Parameter]]) -> Iterator[UnitParameters]:
-    kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
-    # A unit is one flat tensor with one optimizer, so dtypes and frozen parameters are apart.
+def _split(root: str, members: list[tuple[str, nn.Parameter]], *, codes: bool) -> Iterator[UnitParameters]:
+    kinds: dict[tuple[bool, torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    # A unit is one flat tensor with one optimizer and one code, so dtypes and frozen parameters are apart.
     for entry in members:
-        kinds.setdefault((entry[1].requires_grad, entry[1].dtype), []).append(entry)
-    for position, ((trainable, dtype), entries) in enumerate(kinds.items()):
-        suffix = "" if position == 0 else f" ({'trainable' if trainable else 'frozen'} {str(dtype).split('.')[-1]})"
+        coded = codes and _has_code(entry[1])
+        kinds.setdefault((entry[1].requires_grad, entry[1].dtype, coded), []).append(entry)
+    for position, ((trainable, dtype, coded), entries) in enumerate(kinds.items()):
+        kind = "trainable" if trainable else "coded" if coded else "frozen"
+        suffix = "" if position == 0 else f" ({kind} {str(dtype).split('.')[-1]})"
         names = tuple(own_name(name) for name, _ in entries)
-        yield UnitParameters(own_name(root or "(root)") + suffix, root, names, tuple(p for _, p in entries))
+        yield UnitParameters(own_name(root or "(root)") + suffix, root, names, tuple(p for _, p in entries), coded)
+
+
+def _has_code(parameter: nn.Parameter) -> bool:
+    """Return whether `infinity.frozen` stores a parameter in a code: frozen, and a matrix or larger.
+
+    Norms and biases stay exact: they are small, and their errors reach every row.
+    """
+    return not parameter.requires_grad and parameter.dtype in CODED_DTYPES and parameter.dim() > 1
 
 
 def modules_to_hook(model: nn.Module, unit_of: dict[int, int], roots: Sequence[str]) -> dict[nn.Module, list[int]]:
@@ -264,11 +279,12 @@ def discover_model(
     *,
     dtype: torch.dtype | None,
     copies: Callable[[nn.Parameter], int],
+    codes: bool = False,
 ) -> ModelUnits:
     """Find the units of `model` and the modules that need them.
 
     unit_size: in bytes. groups: param_groups. dtype: dtype of floating parameters in the engine; None: their own.
-    copies: parameter → `Member.copies`.
+    copies: parameter → `Member.copies`. codes: as of `discover`.
     """
     group_of = {
         id(p): number
@@ -276,7 +292,7 @@ def discover_model(
         for p in group["params"]  # type: ignore[attr-defined]
         if p.requires_grad
     }
-    found = discover(model, unit_size, width=dtype.itemsize if dtype else None)
+    found = discover(model, unit_size, width=dtype.itemsize if dtype else None, codes=codes)
     units = tuple(
         DiscoveredUnit(
             unit.name,
@@ -286,6 +302,7 @@ def discover_model(
                 Member(name, tuple(local(p).shape), group_of.get(id(p), -1), copies(p))
                 for name, p in zip(unit.names, unit.parameters, strict=True)
             ),
+            unit.coded,
         )
         for unit in found
     )

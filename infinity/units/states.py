@@ -23,10 +23,12 @@ from infinity.plan.formats import Range, StateFormat, StateKind
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Extent, Placement, State, Tile, tiles
 from infinity.tier_kind import TierKind
+from infinity.tiers import frozen
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.memory import PAGE, host_tensor, with_own_storage
 from infinity.tiers.transfer import Transfer
+from infinity.units.coded import encode
 
 _BUFFERS = 2
 _ZEROS = 16 << 20
@@ -142,13 +144,20 @@ class UnitStates:
     ranks: Communicator | SideChannel
     device: Device
 
-    def write(self, layout: UnitLayout, flats: Flats) -> None:
+    def write(self, layout: UnitLayout, flats: Flats, *, edits: bool = False) -> None:
         """Write this rank's shards. A trained unit needs `master`; moments left out are zero. A frozen one needs
-        `param`.
+        `param`, whose values are rounded to those of its code.
+
+        edits: raise UsageError for frozen parameters that would be rounded. Raises ModelError if one of them has a code
+        and is not finite.
         """
         shards = {name: self.ranks.shard(flat) for name, flat in flats.items()}
         if not layout.trainable:
-            self._write_param(layout, shards["param"])
+            if layout.code is not None:
+                encoded = encode(layout, layout.code, shards["param"], self.ranks.shard_rank, edits=edits)
+                self._write_stored(layout, encoded).wait()
+            else:
+                self._write_param(layout, shards["param"])
             return
         param = shards["master"]
         # The fp32 master is the parameter plus a remainder of 16 bits [Note: a master in 16 bits].
@@ -198,7 +207,12 @@ class UnitStates:
         flat = flat_tensor(layout.numel, layout.dtype)
         shard = self.ranks.shard(flat).view(torch.uint8)
         tier, extent = self._at(layout, State.PARAM)
-        tier.read(extent, shard).wait()
+        if extent.code is None:
+            tier.read(extent, shard).wait()
+        else:
+            stored = extent.code.stored_in(shard)
+            tier.read(extent, stored).wait()
+            frozen.decode(extent.code, stored, shard)
         return flat
 
     def kinds(self, layout: UnitLayout) -> tuple[StateKind, ...]:
@@ -239,9 +253,19 @@ class UnitStates:
                 self.tiers[kind].read_ahead(chain((nearest,), of_tier))
 
     def write_back(self, layout: UnitLayout, shard: torch.Tensor) -> Transfer:
-        """Start writing this rank's shard of the parameters, uint8 (shard_nbytes,), to its tier."""
+        """Start writing this rank's shard of the parameters, uint8 (shard_nbytes,), to its tier.
+
+        Raises UsageError if it has a code, which would round the values.
+        """
+        if layout.code is None:
+            return self._write_stored(layout, shard)
+        values = flat_tensor(layout.shard_numel, layout.dtype)
+        self.device.copy(values.view(torch.uint8), shard).wait()
+        return self._write_stored(layout, encode(layout, layout.code, values, self.ranks.shard_rank, edits=True))
+
+    def _write_stored(self, layout: UnitLayout, stored: torch.Tensor) -> Transfer:
         tier, extent = self._at(layout, State.PARAM)
-        return tier.write(extent, shard)
+        return tier.write(extent, stored)
 
     def sync_masters_from_edit(self, layout: UnitLayout, shard: torch.Tensor) -> None:
         """Set the masters of 16-bit parameters that were edited to the edited values.

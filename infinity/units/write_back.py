@@ -223,7 +223,11 @@ class WriteBack:
         with self._moves.recorder.wait("gather", "parameters"):
             self._states.sync_masters_from_edit(unit.layout, shard)
             if writes:
-                self._states.write_back(unit.layout, shard).wait()
+                try:
+                    self._states.write_back(unit.layout, shard).wait()
+                except UsageError as error:
+                    self._moves.fail(error)
+                    raise
                 unit.written()
 
     def _await_snapshot(self, unit: Unit) -> None:
