@@ -24,9 +24,9 @@ inline constexpr std::size_t kGroup = 64, kRecord = 2048, kGroups = kRecord / kG
 
 namespace {  // of each translation unit, since the linker would choose one instruction set for all
 
-constexpr std::size_t width_of(DType dtype) { return dtype == DType::kFp32 ? 4 : 2; }
-constexpr std::size_t code_bytes(Code code) { return code == Code::kEight ? kRecord : kRecord / 2; }
-constexpr std::size_t record_bytes(Code code, DType dtype) { return code_bytes(code) + kGroups * width_of(dtype); }
+INFINITY_FN constexpr std::size_t width_of(DType dtype) { return dtype == DType::kFp32 ? 4 : 2; }
+INFINITY_FN constexpr std::size_t code_bytes(Code code) { return code == Code::kEight ? kRecord : kRecord / 2; }
+INFINITY_FN constexpr std::size_t record_bytes(Code code, DType dtype) { return code_bytes(code) + kGroups * width_of(dtype); }
 constexpr std::size_t kMostRecordBytes = record_bytes(Code::kEight, DType::kFp32);
 
 constexpr float kEightStep = 1.0f / 127.0f;  // 127 * kEightStep is 1 in fp32

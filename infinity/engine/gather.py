@@ -113,6 +113,7 @@ class GatheredParameters:
             engine.parts.runner.use(unit)  # an update in the block takes the parameters from their buffer
             adopt_assigned(unit, engine.parts.device.recorder)
             engine.ranks.broadcast(unit.flat(), self._modifier, unit.index)
+            engine.parts.store.write_back.check_code(unit)
 
     def _hold(self, engine: BaseEngine, units: list[Unit]) -> None:
         gathers = engine.ranks.shards > 1 and not self._gathered.issuperset(units)

@@ -17,12 +17,13 @@ def encode(
     """Return the bytes of the unit's extent, aligned, uint8 (stored_nbytes,). values: the shard of `rank`, (shard_numel,)
     in the unit's dtype.
 
-    Raises ModelError for a value that is not finite. edits: raises UsageError for one that would be rounded.
+    Raises ModelError for a value that is not finite. edits: raises UsageError for that, and for one that would be
+    rounded.
     """
     first, _ = layout.shard_range(rank)
     stored, bad = frozen.encode(code, values)
     if bad < values.numel():
-        raise ModelError(
+        raise (UsageError if edits else ModelError)(
             f"{_name(layout, first + bad)} is frozen and has the value {values[bad].item()}, which infinity.frozen "
             f'"{code.format}" cannot store: give it finite values, or set infinity.frozen to "as_is"'
         )

@@ -259,9 +259,19 @@ class UnitStates:
         """
         if layout.code is None:
             return self._write_stored(layout, shard)
-        values = flat_tensor(layout.shard_numel, layout.dtype)
-        self.device.copy(values.view(torch.uint8), shard).wait()
+        values = self._on_host(layout, shard)
         return self._write_stored(layout, encode(layout, layout.code, values, self.ranks.shard_rank, edits=True))
+
+    def check_code(self, layout: UnitLayout, flat: torch.Tensor) -> None:
+        """Raise UsageError if the code of a frozen unit would round one of its values. flat: (numel,) on the device."""
+        assert layout.code is not None
+        encode(layout, layout.code, self._on_host(layout, flat.view(torch.uint8)), 0, edits=True)
+
+    def _on_host(self, layout: UnitLayout, memory: torch.Tensor) -> torch.Tensor:
+        """Return a copy in host memory of values in a unit's buffer, uint8."""
+        copied = flat_tensor(memory.numel() // layout.dtype.itemsize, layout.dtype)
+        self.device.copy(copied.view(torch.uint8), memory).wait()
+        return copied
 
     def _write_stored(self, layout: UnitLayout, stored: torch.Tensor) -> Transfer:
         tier, extent = self._at(layout, State.PARAM)

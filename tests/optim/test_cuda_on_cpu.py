@@ -31,6 +31,7 @@ from support.cuda_kernels import (
     check_halves,
     check_numbers_of_elements,
     check_sums,
+    check_frozen,
     check_updates,
 )
 
@@ -112,6 +113,10 @@ def test_fingerprints(kernels: CudaKernels) -> None:
 
 def test_halves(kernels: CudaKernels) -> None:
     check_halves(kernels, SIZES)
+
+
+def test_frozen_parameters(kernels: CudaKernels) -> None:
+    check_frozen(kernels, (1, 2, 3, 37))
 
 
 def test_what_cuda_refuses_is_an_error_in_its_words(kernels: CudaKernels) -> None:
