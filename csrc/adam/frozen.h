@@ -26,7 +26,9 @@ namespace {  // of each translation unit, since the linker would choose one inst
 
 INFINITY_FN constexpr std::size_t width_of(DType dtype) { return dtype == DType::kFp32 ? 4 : 2; }
 INFINITY_FN constexpr std::size_t code_bytes(Code code) { return code == Code::kEight ? kRecord : kRecord / 2; }
-INFINITY_FN constexpr std::size_t record_bytes(Code code, DType dtype) { return code_bytes(code) + kGroups * width_of(dtype); }
+INFINITY_FN constexpr std::size_t record_bytes(Code code, DType dtype) {
+    return code_bytes(code) + kGroups * width_of(dtype);
+}
 constexpr std::size_t kMostRecordBytes = record_bytes(Code::kEight, DType::kFp32);
 
 constexpr float kEightStep = 1.0f / 127.0f;  // 127 * kEightStep is 1 in fp32
@@ -90,8 +92,8 @@ const FrozenKernels& frozen_avx512();  // likewise
 std::size_t encode(const FrozenKernels& kernels, Code code, DType dtype, const void* from, std::uint8_t* records,
                    std::size_t n, int threads);
 
-// Decodes n elements, a multiple of kRecord, and returns their fingerprint (adam.h). Records overlap the target nowhere,
-// or end where it ends. hash: of the same instruction set.
+// Decodes n elements, a multiple of kRecord, and returns their fingerprint (adam.h). Records overlap the target
+// nowhere, or end where it ends. hash: of the same instruction set.
 std::uint64_t decode(const FrozenKernels& kernels, FingerprintFn hash, Code code, DType dtype,
                      const std::uint8_t* records, void* to, std::size_t n, int threads);
 

@@ -35,7 +35,8 @@ inline FrozenArrays to_frozen_arrays(const pybind11::object& records, const pybi
     const std::size_t nbytes = n / kRecord * record_bytes(code, dtype), width = width_of(dtype);
     ArrayChecks alone(n), other(n), both(n);
     const std::uintptr_t from = alone.add("records", records, alignment, nbytes / alignment);
-    const std::uintptr_t to = other.add("values", values, std::max(alignment, width), n * width / std::max(alignment, width));
+    const std::uintptr_t to =
+        other.add("values", values, std::max(alignment, width), n * width / std::max(alignment, width));
     if (!in_place || from + nbytes != to + n * width) {
         both.add("records", records, 1, nbytes);
         both.add("values", values, width, n);

@@ -46,7 +46,9 @@ def quantise(weight: Tensor, format: FrozenFormat) -> tuple[Tensor, Tensor]:
 def dequantise(codes: Tensor, scales: Tensor, shape: torch.Size | tuple[int, ...], format: FrozenFormat) -> Tensor:
     """Return the values of codes and scales, as of `quantise`, in the dtype of the scales."""
     _check(format)
-    levels = codes.float() * EIGHT_STEP.to(codes.device) if format == "8bit" else NF4_LEVELS.to(codes.device)[codes.int()]
+    levels = (
+        codes.float() * EIGHT_STEP.to(codes.device) if format == "8bit" else NF4_LEVELS.to(codes.device)[codes.int()]
+    )
     values = (levels * scales.float().unsqueeze(1)).to(scales.dtype)
     return values.flatten()[: torch.Size(shape).numel()].view(shape)
 

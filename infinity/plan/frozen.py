@@ -10,6 +10,7 @@ beginning on, in place [Note: frozen parameters in a code].
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +26,11 @@ _BLOCK = 4096
 """Extents are whole numbers of blocks of this many bytes, as direct I/O requires."""
 _CODE_BYTES = {"8bit": RECORD, "nf4": RECORD // 2}
 
-CODED_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+CODED_DTYPES: Mapping[torch.dtype, Literal["fp32", "bf16", "fp16"]] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
 """Dtypes of parameters that have a code, with the names that kernels use."""
 
 

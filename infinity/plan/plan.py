@@ -313,6 +313,8 @@ def lay_out(
         first = layouts[-1].end if layouts else 0
         own = trained_dtype(unit.members[0].name, unit.dtype, dtype, trainable=unit.trainable)
         code = FrozenCode(frozen, own) if frozen and unit.coded and own in CODED_DTYPES else None
-        of = {"norm_of": norm_of, "code": code}
-        layouts.append(layout_unit(index, unit.name, unit.members, own, unit.trainable, shards, first, **of))
+        made = layout_unit(
+            index, unit.name, unit.members, own, unit.trainable, shards, first, norm_of=norm_of, code=code
+        )
+        layouts.append(made)
     return tuple(layouts)

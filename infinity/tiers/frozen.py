@@ -47,8 +47,10 @@ def encode(code: FrozenCode, values: torch.Tensor) -> tuple[torch.Tensor, int]:
     numel = values.numel()
     stored = host_tensor(code.nbytes(numel))
     records = code.records_of(stored, numel)
-    how = {"code": code.format, "dtype": CODED_DTYPES[code.dtype]}
-    return stored, _adam.encode_frozen(values.data_ptr(), records.data_ptr(), numel, **how)
+    bad = _adam.encode_frozen(
+        values.data_ptr(), records.data_ptr(), numel, code=code.format, dtype=CODED_DTYPES[code.dtype]
+    )
+    return stored, bad
 
 
 def decode(code: FrozenCode, stored: torch.Tensor, memory: torch.Tensor) -> int:
@@ -57,8 +59,9 @@ def decode(code: FrozenCode, stored: torch.Tensor, memory: torch.Tensor) -> int:
     """
     numel = code.numel(memory)
     records = code.records_of(stored, numel)
-    how = {"code": code.format, "dtype": CODED_DTYPES[code.dtype]}
-    return _adam.decode_frozen(records.data_ptr(), memory.data_ptr(), numel, **how)
+    return _adam.decode_frozen(
+        records.data_ptr(), memory.data_ptr(), numel, code=code.format, dtype=CODED_DTYPES[code.dtype]
+    )
 
 
 def decode_on_device(code: FrozenCode, memory: torch.Tensor) -> None:
@@ -68,9 +71,15 @@ def decode_on_device(code: FrozenCode, memory: torch.Tensor) -> None:
 
         numel = code.numel(memory)
         records = code.records_of(code.stored_in(memory), numel)
-        how = {"code": code.format, "dtype": CODED_DTYPES[code.dtype]}
-        where = {"device": memory.get_device(), "stream": torch.cuda.current_stream(memory.device).cuda_stream}
-        native.decode_frozen(records.data_ptr(), memory.data_ptr(), numel, **how, **where)
+        native.decode_frozen(
+            records.data_ptr(),
+            memory.data_ptr(),
+            numel,
+            code=code.format,
+            dtype=CODED_DTYPES[code.dtype],
+            device=memory.get_device(),
+            stream=torch.cuda.current_stream(memory.device).cuda_stream,
+        )
     else:
         decode_by_torch(code, memory)
 
@@ -81,8 +90,8 @@ def decode_by_torch(code: FrozenCode, memory: torch.Tensor) -> None:
     count, width = numel // RECORD, code.record_nbytes
     records = code.records_of(code.stored_in(memory), numel)
     values = memory.view(code.dtype)
-    # From low to high addresses: values end where the records of the same elements end, or before, so they never reach a
-    # record that was not taken.
+    # From low to high addresses: values end where the records of the same elements end, or before. So they never reach
+    # a record that was not taken.
     for start in range(0, count, _PIECE):
         stop = min(start + _PIECE, count)
         taken = records[start * width : stop * width].clone().view(stop - start, width)

@@ -28,7 +28,7 @@ from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.memory import PAGE, host_tensor, with_own_storage
 from infinity.tiers.transfer import Transfer
-from infinity.units.coded import encode
+from infinity.units.coded import encode, encode_edit
 
 _BUFFERS = 2
 _ZEROS = 16 << 20
@@ -154,7 +154,7 @@ class UnitStates:
         shards = {name: self.ranks.shard(flat) for name, flat in flats.items()}
         if not layout.trainable:
             if layout.code is not None:
-                encoded = encode(layout, layout.code, shards["param"], self.ranks.shard_rank, edits=edits)
+                encoded = encode(layout, layout.code, shards["param"], self.ranks.shard_rank, edited=edits)
                 self._write_stored(layout, encoded).wait()
             else:
                 self._write_param(layout, shards["param"])
@@ -259,19 +259,13 @@ class UnitStates:
         """
         if layout.code is None:
             return self._write_stored(layout, shard)
-        values = self._on_host(layout, shard)
-        return self._write_stored(layout, encode(layout, layout.code, values, self.ranks.shard_rank, edits=True))
+        encoded = encode_edit(layout, layout.code, shard, self.ranks.shard_rank, self.device)
+        return self._write_stored(layout, encoded)
 
     def check_code(self, layout: UnitLayout, flat: torch.Tensor) -> None:
         """Raise UsageError if the code of a frozen unit would round one of its values. flat: (numel,) on the device."""
         assert layout.code is not None
-        encode(layout, layout.code, self._on_host(layout, flat.view(torch.uint8)), 0, edits=True)
-
-    def _on_host(self, layout: UnitLayout, memory: torch.Tensor) -> torch.Tensor:
-        """Return a copy in host memory of values in a unit's buffer, uint8."""
-        copied = flat_tensor(memory.numel() // layout.dtype.itemsize, layout.dtype)
-        self.device.copy(copied.view(torch.uint8), memory).wait()
-        return copied
+        encode_edit(layout, layout.code, flat.view(torch.uint8), 0, self.device)
 
     def _write_stored(self, layout: UnitLayout, stored: torch.Tensor) -> Transfer:
         tier, extent = self._at(layout, State.PARAM)

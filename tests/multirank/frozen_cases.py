@@ -71,7 +71,9 @@ def resumed(rank: int, *, folder: str, format: FrozenFormat, other: str) -> list
     """Save with one format, and load with another: values are those of the saved ones, rounded."""
     same = []
     path = Path(folder) / "checkpoint"
-    with open_engine(seeded(adapted), engine_config(folder=folder, frozen=format), device_of(rank, late=False)) as engine:
+    with open_engine(
+        seeded(adapted), engine_config(folder=folder, frozen=format), device_of(rank, late=False)
+    ) as engine:
         train(engine, [part(batch, rank) for batch in global_batches(1, 2 * SAMPLES)])
         engine.save_checkpoint(path)
         saved = parameters_of(engine)
@@ -80,7 +82,9 @@ def resumed(rank: int, *, folder: str, format: FrozenFormat, other: str) -> list
         with open_engine(seeded(adapted, 5), config, device_of(rank, late=False)) as engine:
             engine.load_checkpoint(path)
             for name, value in parameters_of(engine).items():
-                coded = again not in (format, "as_is") and value.dim() > 1 and (".base." in name or "." not in name[:-7])
+                coded = (
+                    again not in (format, "as_is") and value.dim() > 1 and (".base." in name or "." not in name[:-7])
+                )
                 expected = frozen_values(saved[name], again) if coded else saved[name]  # type: ignore[arg-type]
                 same.append(torch.equal(value, expected))
     return same

@@ -28,10 +28,10 @@ from support.adam_arrays import HYPER, make_problem
 from support.cuda_kernels import (
     CudaKernels,
     check_fingerprints,
+    check_frozen,
     check_halves,
     check_numbers_of_elements,
     check_sums,
-    check_frozen,
     check_updates,
 )
 

@@ -14,7 +14,6 @@ import infinity
 from infinity.errors import ModelError, UsageError
 from infinity.optim.frozen import frozen_values
 from infinity.plan.frozen import FrozenFormat
-from infinity.plan.placement import State
 from infinity.tiers.device import CpuDevice
 from support.configs import DEVICES, engine_config
 from support.late_device import LateDevice

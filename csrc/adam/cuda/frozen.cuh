@@ -38,8 +38,8 @@ __device__ Value<dtype> to_value(float x) {
     }
 }
 
-// Decodes `count` records, one per block at a time. If a record's elements overwrite it, `count` is 1: the block has read
-// it before it writes. records and values are aligned to 16 bytes.
+// Decodes `count` records, one per block at a time. If a record's elements overwrite it, `count` is 1: the block has
+// read it before it writes. records and values are aligned to 16 bytes.
 template <Code code, DType dtype>
 __global__ void __launch_bounds__(kThreads)
     decode_records(const std::uint8_t* records, Value<dtype>* values, std::size_t count) {
@@ -50,8 +50,7 @@ __global__ void __launch_bounds__(kThreads)
         const std::uint8_t* const record = records + i * record_bytes(code, dtype);
         const float scale = to_float<dtype>(reinterpret_cast<const Value<dtype>*>(record + code_bytes(code))[group]);
         alignas(8) std::uint8_t codes[code == Code::kEight ? 8 : 4];
-        reinterpret_cast<Word<sizeof codes>&>(codes) =
-            reinterpret_cast<const Word<sizeof codes>*>(record)[threadIdx.x];
+        reinterpret_cast<Word<sizeof codes>&>(codes) = reinterpret_cast<const Word<sizeof codes>*>(record)[threadIdx.x];
         __syncthreads();
         alignas(16) Value<dtype> found[kOfThread];
         Value<dtype>* const to = values + i * kRecord + group * kGroup;
