@@ -100,8 +100,7 @@ def test_inference_with_a_whole_model_in_a_code(tmp_path: Path) -> None:
     for format, param in product(("8bit", "nf4"), DEVICES):
         expected = rounded(seeded(Stack).requires_grad_(False), format, torch.float32)  # type: ignore[arg-type]
         config = engine_config(param, "none", folder=tmp_path, frozen=format)
-        model = seeded(Stack).requires_grad_(False)
-        with infinity.init_inference(model, config, device=CpuDevice()) as engine, torch.no_grad():
+        with infinity.init_inference(seeded(Stack), config, device=CpuDevice()) as engine, torch.no_grad():
             assert all(unit.layout.index not in engine.parts.plan.in_place for unit in engine.units if unit.layout.code)
             assert any(unit.layout.code for unit in engine.units)
             for batch in token_batches(3):
