@@ -11,7 +11,7 @@ FIRST = "as_is"
 LEGEND = """\
 Medians of all steps; ratios are medians of those within a round, with the lowest and the highest."""
 RATES = """\
-GB/s of decoded bytes, the fastest of ten passes over 64 MiB in bf16, medians of the processes."""
+GB/s of decoded bytes, the fastest of 60 passes over 16 MiB in bf16, medians of the processes."""
 
 
 def ratios(result: Result, format: str) -> list[float]:

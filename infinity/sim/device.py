@@ -230,6 +230,9 @@ class SimulatedHost(SimulatedDevice):
         seconds = self.host_seconds(2 * nbytes, function, destination, source)
         self._clock.submitted.append(self._clock.work(lane, seconds, nbytes=nbytes))
 
+    def decode_parameters(self, code: FrozenCode, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
+        return self.decode(code, destination, DONE)
+
     def decode(self, code: FrozenCode, memory: torch.Tensor, after: Transfer) -> Transfer:
         after.wait()
         moved = code.records_nbytes(code.numel(memory)) + memory.numel()
