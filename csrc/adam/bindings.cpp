@@ -8,6 +8,7 @@
 #include "adam.h"
 #include "arguments.h"
 #include "dispatch.h"
+#include "frozen_bindings.h"
 #include "rules.h"
 #include "thread_pool.h"
 #include "update_call.h"
@@ -219,6 +220,7 @@ PYBIND11_MODULE(_adam, m) {
           "Split fp32 into bf16 (half away from zero) and the int16 remainder.");
     m.def("join", &py_join, "param"_a, "remainder"_a, "master"_a, "n"_a, "threads"_a = 0, "isa"_a = "auto",
           "Join bf16 and int16 remainder to fp32.");
+    def_frozen(m, to_kernels);
     m.def("available_isas", &isa_names, "Return the instruction sets that this machine supports, fastest first.");
     m.def("default_isa", [] { return std::string(available_isas().front().name); }, "Return the isa of 'auto'.");
     m.def("default_threads", &default_threads, "Return the number of processors that this thread may run on.");

@@ -130,6 +130,12 @@ class Infinity(Section):
     """Format of the optimizer's moments: 4, 2 or 1 bytes per element to store, read and write. `bf16` and `8bit` (with
     one scale per 256 elements) are rounded stochastically; docs/optimizer.md gives the effect on the loss."""
 
+    frozen: Literal["as_is", "8bit", "nf4"] = "as_is"
+    """Format in which tiers store frozen parameters of two and more dimensions, such as the base of adapters. `8bit`
+    and `nf4`: a code of 8 or 4 bits per element, and one scale per 64 in the dtype of the parameters. Units are decoded
+    as they are fetched, so that reads fall to 8.25 or 4.25 bits in bf16. Frozen parameters are rounded once, when the
+    engine is constructed, to the values of `infinity.optim.frozen_values`. `as_is`: their own dtype."""
+
     seed: CountOrZero = Field(default=0, lt=1 << 64)
     """Seed of the stochastic rounding of `moments`. The rounding depends only on the seed, the number of the step and
     the position of a parameter in the model."""

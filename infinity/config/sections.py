@@ -236,6 +236,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _durable_states_are_as_they_are(self) -> Config:
+        if self.infinity.durable and self.infinity.frozen != "as_is":
+            raise ValueError(
+                f'infinity.durable is true and infinity.frozen is "{self.infinity.frozen}", which durable states do '
+                'not support: set one of them to its default, false or "as_is"'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_16_bit_type(self) -> Config:
         if self.bf16.enabled and self.fp16.enabled:
             raise ValueError("bf16 and fp16 are both enabled: choose one")

@@ -19,7 +19,7 @@ from infinity.errors import ConfigError
 from infinity.optim.parameter_rule import ParameterRule
 from infinity.plan.budget import Budget
 from infinity.plan.plan import Plan, make_plan
-from infinity.plan.policy import DeviceInfo, RankInfo, compute_dtype, speculates
+from infinity.plan.policy import DeviceInfo, RankInfo, compute_dtype, frozen_format, speculates
 from infinity.tiers.available import available_memory
 from infinity.tiers.files import check_folder
 from infinity.units.discover import ModelUnits, discover_model, unit_size_of
@@ -111,5 +111,6 @@ def plan_units(
     compute = dtype or compute_dtype(config)
     width = compute.itemsize if compute is not None else None
     unit_size = unit_size_of(config.infinity.unit_size, model, width, device.usable)
-    units = discover_model(model, unit_size, groups, rules, dtype=compute, copies=copies)
+    codes = frozen_format(config) is not None
+    units = discover_model(model, unit_size, groups, rules, dtype=compute, copies=copies, codes=codes)
     return units, make_plan(config, units.discovered, ranks, device, budget=budget, train=train, dtype=dtype)

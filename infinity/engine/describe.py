@@ -127,7 +127,9 @@ def _cells(plan: Plan, layouts: Sequence[UnitLayout]) -> Iterator[tuple[str, ...
     for layout in layouts:
         dtype = str(layout.dtype).removeprefix("torch.")
         places = (_tier(plan, layout, state) for state in State)
-        alike.setdefault((dtype if layout.trainable else f"{dtype}, frozen", *places), []).append(layout)
+        if not layout.trainable:
+            dtype += ", frozen" if layout.code is None else f", frozen in {layout.code.format}"
+        alike.setdefault((dtype, *places), []).append(layout)
     for (dtype, *tiers), members in alike.items():
         cells = [f"{sum(layout.parameter_numel for layout in members):,}", dtype]
         for state, tier in zip(State, tiers, strict=True):

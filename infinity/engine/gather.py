@@ -111,6 +111,7 @@ class GatheredParameters:
             engine.parts.runner.use(unit)  # an update in the block takes the parameters from their buffer
             adopt_assigned(unit, engine.parts.device.recorder)
             engine.ranks.broadcast(unit.flat(), self._modifier, unit.index)
+            engine.parts.store.write_back.check_code(unit)
 
     def _hold(self, engine: BaseEngine, units: list[Unit]) -> None:
         gathers = engine.ranks.shards > 1 and not self._gathered.issuperset(units)
@@ -308,7 +309,7 @@ class _States:
     def write(self) -> None:
         """Write this rank's shard to its tiers."""
         self._unit.snapshot_read.wait()
-        self._engine.parts.states.write(self._unit.layout, self._flats)
+        self._engine.parts.states.write(self._unit.layout, self._flats, edits=True)
         self._unit.rewritten()
         self._engine.parts.runner.refresh_viewed()
 

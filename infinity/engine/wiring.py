@@ -95,6 +95,11 @@ def plan_model(
             'infinity.moments is "8bit", whose blocks of 256 elements would straddle the shards of tensor parallelism: '
             'use "bf16" or "fp32"'
         )
+    if ranks.model.size > 1 and config.infinity.frozen != "as_is":
+        raise ConfigError(
+            f'infinity.frozen is "{config.infinity.frozen}", whose groups of 64 elements would straddle the shards of '
+            'tensor parallelism: use "as_is"'
+        )
     if ranks.model.size > 1 and _PARTITIONED in config.notes.ignored:
         raise ConfigError(
             f"{_PARTITIONED} is true, and the model's tensor-parallel ranks would each keep whole activations: remove "

@@ -22,9 +22,14 @@ from infinity.rules import RuleName
 Format = Literal["fp32", "remainder", "master", "master_fp16"]
 DType = Literal["fp32", "bf16", "fp16"]
 MomentFormat = Literal["fp32", "bf16", "8bit"]
+FrozenFormat = Literal["8bit", "nf4"]
 
 BLOCK: int
 """Elements that share a scale in 8-bit moments: 256."""
+FROZEN_GROUP: int
+"""Elements of a frozen parameter that share a scale: 64."""
+FROZEN_RECORD: int
+"""Elements of a record of frozen parameters: 2048."""
 RULES: tuple[tuple[RuleName, int, int, tuple[str, ...]], ...]
 """Each rule's name, number of moments, moment that is a sum or mean of squares (-1: none), and constants."""
 
@@ -175,6 +180,21 @@ def copy(source: int, target: int, nbytes: int, threads: int = 0, isa: str = "au
     """Copy the bytes and return their `fingerprint`, in one pass over memory.
 
     nbytes: a multiple of 8. Copies of 4 MiB and more are written past the caches. Source and target may not overlap.
+    """
+
+def encode_frozen(
+    values: int, records: int, n: int, *, code: FrozenFormat, dtype: DType, threads: int = 0, isa: str = "auto"
+) -> int:
+    """Encode n frozen parameters of `dtype`, a multiple of FROZEN_RECORD, as records: see csrc/adam/frozen.h.
+
+    Returns the number of the first value that is not finite, of which no code is right; n without one.
+    """
+
+def decode_frozen(
+    records: int, values: int, n: int, *, code: FrozenFormat, dtype: DType, threads: int = 0, isa: str = "auto"
+) -> int:
+    """Decode records to n values of `dtype`, and return the `fingerprint` of these. Records and values overlap nowhere,
+    or end at the same address: values are then decoded over the records, in place.
     """
 
 def split(master: int, param: int, remainder: int, n: int, threads: int = 0, isa: str = "auto") -> None:

@@ -11,7 +11,7 @@ module does not initialize CUDA, and works without a device, a driver and a tool
 
 from collections.abc import Sequence
 
-from infinity.native._adam import DType, Format, MomentFormat
+from infinity.native._adam import DType, Format, FrozenFormat, MomentFormat
 from infinity.rules import RuleName
 
 ARCHITECTURES: list[str]
@@ -96,6 +96,13 @@ def fingerprint(address: int, nbytes: int, *, out: int, device: int, stream: int
 
 def store(address: int, host: int, nbytes: int, *, device: int, stream: int) -> None:
     """Copy a few bytes of device memory to registered host memory by a kernel, since copy engines may be busy."""
+
+def decode_frozen(
+    records: int, values: int, n: int, *, code: FrozenFormat, dtype: DType, device: int, stream: int
+) -> None:
+    """See `_adam.decode_frozen`; returns nothing. Both addresses are aligned to 16 bytes. In place, it launches several
+    kernels, each on records that no value of the launch reaches.
+    """
 
 def split(master: int, param: int, remainder: int, n: int, *, device: int, stream: int) -> None:
     """See `_adam.split`."""

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from infinity.plan.frozen import FrozenCode
 from infinity.plan.records import Record
 
 
@@ -41,6 +42,8 @@ class DiscoveredUnit:
     dtype: torch.dtype
     trainable: bool
     members: tuple[Member, ...]
+    coded: bool = False
+    """Frozen parameters that `infinity.frozen` may store in a code."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,8 @@ class UnitLayout:
     windows: tuple[Window, ...] = ()
     """The ranges in which rules in Python update whole parameters: of the first shard, of the second, …; at least one
     of each. () if native rules update elements, whose tiles may begin anywhere."""
+    code: FrozenCode | None = None
+    """Code in which the tier stores the parameters; None: they are stored as they are."""
 
     @cached_property
     def shard_numel(self) -> int:
@@ -159,6 +164,11 @@ class UnitLayout:
     @cached_property
     def shard_nbytes(self) -> int:
         return self.nbytes // self.world_size
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Return the bytes of a shard of the parameters in its tier."""
+        return self.shard_nbytes if self.code is None else self.code.nbytes(self.shard_numel)
 
     @property
     def end(self) -> int:
@@ -244,10 +254,12 @@ def layout_unit(
     first: int = 0,
     *,
     norm_of: NormOf = "model",
+    code: FrozenCode | None = None,
 ) -> UnitLayout:
     """Lay out `members` in order of param_group, so that a shard has few runs.
 
-    first: `end` of the previous unit. norm_of: "optimizer" leaves members of no group out of the gradient norm.
+    first: `end` of the previous unit. norm_of: "optimizer" leaves members of no group out of the gradient norm. code:
+    as of `UnitLayout`.
     """
     if any(member.record is not None for member in members):
         return _layout_whole(index, name, members, dtype, world_size, first, norm_of)
@@ -258,7 +270,7 @@ def layout_unit(
         slots.append(Slot(member.name, member.shape, offset, member.group, member.copies, in_norm))
         offset = round_up(offset + prod(member.shape), SLOT_ALIGNMENT)
     numel = round_up(max(offset, 1), SHARD_ALIGNMENT * world_size)
-    return UnitLayout(index, name, tuple(slots), dtype, trainable, numel, world_size, first)
+    return UnitLayout(index, name, tuple(slots), dtype, trainable, numel, world_size, first, code=code)
 
 
 def _layout_whole(

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from infinity.plan.formats import GradDtypes, Range, StateFormat
+from infinity.plan.frozen import FrozenCode
 from infinity.plan.layout import UnitLayout
 from infinity.plan.windows import RecordsFormat
 from infinity.tier_kind import TierKind
@@ -54,6 +55,8 @@ class Extent:
     nbytes: int
     name: str
     """Description for messages, such as "optimizer states of unit blocks.3"."""
+    code: FrozenCode | None = None
+    """Code of frozen parameters; None: the bytes are those of the state."""
 
 
 @dataclass(frozen=True)
@@ -191,11 +194,12 @@ def place(
         tier = tier_of(layout, state)
         counted = passing if state is State.GRAD and policy.passes(tier) else used
         offset = counted.get(tier, 0)
-        extents[layout.index, state] = Extent(tier, offset, nbytes, f"{CALLED[state]} of unit {layout.name}")
+        name, code = f"{CALLED[state]} of unit {layout.name}", layout.code if state is State.PARAM else None
+        extents[layout.index, state] = Extent(tier, offset, nbytes, name, code)
         counted[tier] = offset + aligned(nbytes)
 
     for layout in layouts:
-        add(layout, State.PARAM, layout.shard_nbytes)
+        add(layout, State.PARAM, layout.stored_nbytes)
         if not layout.trainable:
             continue
         states, width = policy.states(layout), policy.grads(layout.dtype).stored.itemsize

@@ -14,6 +14,7 @@ import torch
 
 from infinity.plan.budget import Budget, Faster, fill, on_device
 from infinity.plan.drafts import Drafts, choose_drafts
+from infinity.plan.frozen import CODED_DTYPES, FrozenCode, FrozenFormat
 from infinity.plan.io import ActivationPlan, IoPlan, plan_activations, plan_io
 from infinity.plan.layout import Discovered, NormOf, UnitLayout, layout_unit
 from infinity.plan.placement import Placement, Policy, State, aligned, place
@@ -22,6 +23,7 @@ from infinity.plan.policy import (
     RankInfo,
     UpdateSchedule,
     compute_dtype,
+    frozen_format,
     holds_sums,
     policy,
     speculates,
@@ -196,7 +198,13 @@ def make_plan(
     gradients and updates; otherwise parameters only. dtype: dtype of all floating parameters, instead of the config's.
     Raises ModelError for dtypes that cannot be trained.
     """
-    layouts = lay_out(discovered, dtype or compute_dtype(config), ranks.shards, norm_of=config.infinity.norm_of)
+    layouts = lay_out(
+        discovered,
+        dtype or compute_dtype(config),
+        ranks.shards,
+        norm_of=config.infinity.norm_of,
+        frozen=frozen_format(config),
+    )
     accumulation = config.resolve_batch(ranks.size).accumulation if train else 1
     rules = policy(config, accumulation, ranks, device)
     budget = budget or Budget()
@@ -289,15 +297,24 @@ def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster, 
 
 
 def lay_out(
-    discovered: Discovered, dtype: torch.dtype | None, shards: int, *, norm_of: NormOf = "model"
+    discovered: Discovered,
+    dtype: torch.dtype | None,
+    shards: int,
+    *,
+    norm_of: NormOf = "model",
+    frozen: FrozenFormat | None = None,
 ) -> tuple[UnitLayout, ...]:
     """Return the layout of each unit, with `shards` shards. dtype: of floating parameters; None: their own.
 
-    norm_of: as in `layout_unit`.
+    norm_of: as in `layout_unit`. frozen: code of frozen units; None: they are stored as they are.
     """
     layouts: list[UnitLayout] = []
     for index, unit in enumerate(discovered.units):
         first = layouts[-1].end if layouts else 0
         own = trained_dtype(unit.members[0].name, unit.dtype, dtype, trainable=unit.trainable)
-        layouts.append(layout_unit(index, unit.name, unit.members, own, unit.trainable, shards, first, norm_of=norm_of))
+        code = FrozenCode(frozen, own) if frozen and unit.coded and own in CODED_DTYPES else None
+        made = layout_unit(
+            index, unit.name, unit.members, own, unit.trainable, shards, first, norm_of=norm_of, code=code
+        )
+        layouts.append(made)
     return tuple(layouts)

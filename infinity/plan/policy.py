@@ -13,6 +13,7 @@ import torch
 
 from infinity.errors import ModelError
 from infinity.plan.formats import GradDtypes, MasterFormat, StateFormat, grad_dtypes, state_format
+from infinity.plan.frozen import FrozenFormat
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import Placement, Policy, State
 from infinity.plan.windows import RecordsFormat
@@ -147,6 +148,11 @@ def speculates(config: Config) -> bool:
     return waits and config.infinity.speculate == "auto"
 
 
+def frozen_format(config: Config) -> FrozenFormat | None:
+    """Return the code of frozen parameters; None: they are stored as they are."""
+    return None if config.infinity.frozen == "as_is" else config.infinity.frozen
+
+
 def updated_in_forward(layouts: Sequence[UnitLayout], share: float) -> frozenset[int]:
     """Return the trained units whose update is left to the next forward: about `share` of the elements, spread evenly.
 
@@ -215,7 +221,9 @@ def used_in_place(placement: Placement, ranks: RankInfo, device: DeviceInfo) -> 
     if ranks.shards > 1 or not device.host_addressable:
         return frozenset()
     return frozenset(
-        unit for (unit, state), extent in placement.extents.items() if state is State.PARAM and extent.tier.in_memory
+        unit
+        for (unit, state), extent in placement.extents.items()
+        if state is State.PARAM and extent.tier.in_memory and extent.code is None
     )
 
 

@@ -328,7 +328,8 @@ def staging_pools(config: Config, layouts: Sequence[UnitLayout], placement: Plac
     Parameters on nvme are read into host buffers before a device buffer is free for them.
     """
     pools = [PoolSpec(STAGING, TierKind.HOST, {STAGING_BYTES: STAGED_READS + STAGED_WRITES})]
-    on_nvme = [x.shard_nbytes for x in layouts if not placement.of(x.index, State.PARAM).tier.in_memory]
+    extents = [placement.of(layout.index, State.PARAM) for layout in layouts]
+    on_nvme = [extent.nbytes for extent in extents if not extent.tier.in_memory]
     largest = max(on_nvme, default=0)
     asked = config.infinity.read_ahead_bytes
     nbytes = _UNITS_READ_AHEAD * largest if asked == "auto" else int(asked)

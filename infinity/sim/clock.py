@@ -260,6 +260,7 @@ LANE_OF_THREAD = {
     "model": "compute",
     "infinity-update": "update",
     "infinity-comm": "gather",
+    "infinity-decoding": "gather",
     # Where the host computes, only saved activations pass through staging buffers.
     "infinity-staging-reads": "activations",
     "infinity-staging-writes": "activations",

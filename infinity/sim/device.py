@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from infinity.observe.ledger import Waits
 from infinity.observe.recorder import Recorder
+from infinity.plan.frozen import FrozenCode
 from infinity.plan.policy import DeviceInfo
-from infinity.sim.clock import Clock, Record, lane_of
+from infinity.sim.clock import FOREGROUND, Clock, Record, lane_of
 from infinity.sim.lanes import Stream
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.digests import Fingerprint
@@ -229,6 +230,15 @@ class SimulatedHost(SimulatedDevice):
         seconds = self.host_seconds(2 * nbytes, function, destination, source)
         self._clock.submitted.append(self._clock.work(lane, seconds, nbytes=nbytes))
 
+    def decode_parameters(self, code: FrozenCode, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
+        return self.decode(code, destination, DONE)
+
+    def decode(self, code: FrozenCode, memory: torch.Tensor, after: Transfer) -> Transfer:
+        after.wait()
+        moved = code.records_nbytes(code.numel(memory)) + memory.numel()
+        self.work_on_host(lane_of(self._clock.current.name), moved / self._memory, FOREGROUND)
+        return Fingerprinted(0)
+
     def await_copy(self, transfer: Transfer) -> None:
         transfer.wait()
 
@@ -301,6 +311,13 @@ class SimulatedAccelerator(SimulatedDevice):
             record = stream.run(self._seconds(2 * nbytes), lane, nbytes=nbytes)
         self._clock.submitted.append(record)
         return stream.reached()
+
+    def decode(self, code: FrozenCode, memory: torch.Tensor, after: Transfer) -> Transfer:
+        self._to.follow(after)
+        self._clock.spend(self._launch)
+        moved = code.records_nbytes(code.numel(memory)) + memory.numel()
+        self._to.run(self._seconds(moved), self._clock.current.lane)
+        return self._to.reached()
 
     def await_copy(self, transfer: Transfer) -> None:
         with self.recorder.wait("gather", "parameters"):

@@ -25,7 +25,9 @@ from infinity.native import cuda
 from infinity.observe.log import logger
 from infinity.observe.recorder import Recorder
 from infinity.observe.recording import Stamp
+from infinity.plan.frozen import FrozenCode
 from infinity.plan.policy import DeviceInfo
+from infinity.tiers import frozen
 from infinity.tiers.available import available_memory, update_processors
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.digests import Fingerprint, fingerprint_on_device
@@ -180,6 +182,13 @@ class AcceleratorDevice(Device):
             native.store(source.data_ptr(), destination.data_ptr(), source.numel(), **where)
             return self.compute_reached()
         return self.copy(destination, source)
+
+    def decode(self, code: FrozenCode, memory: torch.Tensor, after: Transfer) -> Transfer:
+        # On the stream of the copy, which it follows without a wait.
+        _follow(self._to_device, after)
+        with _current(self._to_device):
+            frozen.decode_on_device(code, memory)
+        return StreamTransfer(self._to_device)
 
     def await_copy(self, transfer: Transfer) -> None:
         with self.recorder.wait("gather", "parameters"):

@@ -53,8 +53,8 @@ class Tier(ABC):
         """Fill `destination` (uint8, host or device) from the extent."""
 
     def fetch(self, extent: Extent, destination: torch.Tensor) -> Transfer:
-        """Fill a unit's buffer, `destination` (uint8), from a whole extent of parameters. Memory of the host returns
-        `Fingerprinted`.
+        """Fill a unit's buffer, `destination` (uint8), from a whole extent of parameters, and decode a code. Memory of
+        the host returns `Fingerprinted`.
         """
         return self.read(extent, destination)
 

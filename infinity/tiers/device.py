@@ -21,7 +21,9 @@ from infinity.concurrency import now
 from infinity.native import _adam
 from infinity.observe.recorder import Recorder
 from infinity.observe.recording import Stamp
+from infinity.plan.frozen import FrozenCode
 from infinity.plan.policy import DeviceInfo
+from infinity.tiers import frozen
 from infinity.tiers.available import available_memory, update_processors
 from infinity.tiers.digests import Fingerprint
 from infinity.tiers.memory import host_tensor
@@ -86,6 +88,18 @@ class Device(ABC):
     def copy_parameters(self, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
         """Copy parameters from a tier, uint8 (n,), n a multiple of 8. Within host memory, returns `Fingerprinted`."""
         return self.copy(destination, source)
+
+    def decode_parameters(self, code: FrozenCode, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
+        """Decode an extent of parameters in memory, `source`, into `destination`: uint8. Within host memory, returns
+        `Fingerprinted`.
+        """
+        return self.decode(code, destination, self.copy(code.stored_in(destination), source))
+
+    @abstractmethod
+    def decode(self, code: FrozenCode, memory: torch.Tensor, after: Transfer) -> Transfer:
+        """Decode the extent that `after` brings to the end of `memory`, uint8, in place. In host memory, waits for
+        `after` and returns `Fingerprinted`.
+        """
 
     @abstractmethod
     def await_copy(self, transfer: Transfer) -> None:
@@ -179,6 +193,14 @@ class CpuDevice(Device):
         # One pass for both, as a second one would read memory again [Note: edits without a version].
         with self.recorder.copy("", destination.nbytes):
             return Fingerprinted(_adam.copy(source.data_ptr(), destination.data_ptr(), destination.numel()))
+
+    def decode_parameters(self, code: FrozenCode, destination: torch.Tensor, source: torch.Tensor) -> Transfer:
+        with self.recorder.copy("", destination.nbytes):
+            return Fingerprinted(frozen.decode(code, source, destination))
+
+    def decode(self, code: FrozenCode, memory: torch.Tensor, after: Transfer) -> Transfer:
+        after.wait()
+        return self.decode_parameters(code, memory, code.stored_in(memory))
 
     def await_copy(self, transfer: Transfer) -> None:
         transfer.wait()

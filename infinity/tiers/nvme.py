@@ -10,10 +10,13 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Executor
+from functools import cached_property, partial
 from types import MappingProxyType
 
 import torch
 
+from infinity import concurrency
 from infinity.errors import ChecksumError
 from infinity.native import _aio
 from infinity.observe.log import logger
@@ -27,7 +30,7 @@ from infinity.tiers.pool import Pool
 from infinity.tiers.read_ahead import WindowsAhead
 from infinity.tiers.spares import Spares
 from infinity.tiers.staging import Staging
-from infinity.tiers.transfer import Failed, Transfer
+from infinity.tiers.transfer import Failed, Transfer, run_on
 
 
 class Request:
@@ -138,6 +141,20 @@ class NvmeTier(Tier):
             return self._read(extent, destination, offset)
         return self._staging.read(extent, destination, offset)
 
+    def fetch(self, extent: Extent, destination: torch.Tensor) -> Transfer:
+        code = extent.code
+        if code is None:
+            return self.read(extent, destination)
+        stored = code.stored_in(destination)
+        if self._staging is not None:
+            return self._staging.read(extent, stored, 0, partial(self._device.decode, code, destination))
+        return run_on(self._decoder, self._device.decode, code, destination, self._read(extent, stored, 0))
+
+    @cached_property
+    def _decoder(self) -> Executor:
+        """The thread that decodes what has been read, so that the model's thread waits for neither."""
+        return concurrency.one_thread("infinity-decoding", self._device.enter_thread)
+
     def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
         # First: a window with the old bytes must not be taken after the write [Note: states read ahead].
         self._windows.forget(extent, offset, source.numel())
@@ -212,6 +229,8 @@ class NvmeTier(Tier):
         if self._staging is not None:
             self._staging.close()
         self._windows.drop_all()
+        if "_decoder" in vars(self):
+            self._decoder.shutdown()
         self._engine.close()
         self._file.close()
 

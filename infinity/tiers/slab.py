@@ -125,7 +125,10 @@ class SlabTier(MemoryTier):
 
     def fetch(self, extent: Extent, destination: torch.Tensor) -> Transfer:
         with self._copying("host_to_device", extent):
-            return self._device.copy_parameters(destination, self._view(extent, 0, destination.numel()))
+            stored = self._view(extent, 0, extent.nbytes)
+            if extent.code is not None:
+                return self._device.decode_parameters(extent.code, destination, stored)
+            return self._device.copy_parameters(destination, stored)
 
     def write(self, extent: Extent, source: torch.Tensor, offset: int = 0) -> Transfer:
         self._written.add(extent.offset)

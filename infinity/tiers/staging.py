@@ -49,14 +49,23 @@ class Staging:
     def nbytes(self) -> int:
         return self._reading.nbytes + self._writing.nbytes + self._reserved.nbytes
 
-    def read(self, extent: Extent, destination: torch.Tensor, offset: int) -> Transfer:
-        """Fill device memory from an extent, after the compute that the calling thread issued so far."""
+    def read(
+        self,
+        extent: Extent,
+        destination: torch.Tensor,
+        offset: int,
+        then: Callable[[Transfer], Transfer] = lambda copied: copied,
+    ) -> Transfer:
+        """Fill device memory from an extent, after the compute that the calling thread issued so far.
+
+        then: takes the last copy, and returns the transfer that continues it.
+        """
         whole = offset == 0 and destination.numel() == extent.nbytes
         # Taken in the calling thread: a later call that wants other extents would drop them.
         pieces = self.ahead.take(extent) if whole else deque[Piece]()
         # Recorded here, because the thread of reads has a stream of its own [Note: order on a device].
         after = self._device.compute_reached()
-        return run_on(self._reader, self._read_in, extent, destination, offset, after, pieces)
+        return run_on(self._reader, self._read_in, extent, destination, offset, after, pieces, then)
 
     def write(self, extent: Extent, source: torch.Tensor, offset: int) -> Transfer:
         """Write device memory to an extent, after the compute that the calling thread issued so far."""
@@ -78,9 +87,15 @@ class Staging:
     # -- the thread of reads -----------------------------------------------------------------------------------------
 
     def _read_in(
-        self, extent: Extent, destination: torch.Tensor, offset: int, after: Transfer, ahead: deque[Piece]
+        self,
+        extent: Extent,
+        destination: torch.Tensor,
+        offset: int,
+        after: Transfer,
+        ahead: deque[Piece],
+        then: Callable[[Transfer], Transfer],
     ) -> Transfer:
-        """Read the pieces that were not read ahead, and issue the copies of all. Returns the last copy."""
+        """Read the pieces that were not read ahead, and issue the copies of all. Returns `then` of the last copy."""
         coming = ahead
         targets = deque(_pieces(destination))
         rest = deque((position, piece.numel()) for piece, position in list(targets)[len(ahead) :])
@@ -95,7 +110,7 @@ class Staging:
                     read_ahead -= 1
                 else:
                     self._begin(extent, offset, rest, coming)
-            return copied
+            return then(copied)
         finally:
             # After an error: the drive may still write to the buffers of reads under way.
             for piece in coming:

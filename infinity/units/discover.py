@@ -19,6 +19,7 @@ from torch import nn
 
 from infinity.comm.dtensor import local
 from infinity.optim.parameter_rule import ParameterRule
+from infinity.plan.frozen import CODED_DTYPES
 from infinity.plan.layout import Discovered, DiscoveredUnit, Member, UnitLayout
 from infinity.plan.records import Record
 from infinity.units.compiled import own_name, uncompiled
@@ -77,13 +78,14 @@ _UNITS_ON_DEVICE = 16
 class UnitParameters:
     """Parameters of one unit: of one dtype, all trainable or all frozen.
 
-    root: path of the module that they belong to.
+    root: path of the module that they belong to. coded: `infinity.frozen` may store them in a code.
     """
 
     name: str
     root: str
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
+    coded: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -185,31 +187,47 @@ def unit_size_of(asked: int | Literal["auto"], model: nn.Module, width: int | No
 
 
 def discover(
-    model: nn.Module, unit_size: int, width: int | None = None, whole: Collection[int] = ()
+    model: nn.Module,
+    unit_size: int,
+    width: int | None = None,
+    whole: Collection[int] = (),
+    *,
+    codes: bool = False,
 ) -> list[UnitParameters]:
     """Return the units of `model` in the order of the module tree.
 
     unit_size: in bytes. width: bytes per element in training; by default the item size of the present dtype. whole: ids
     of parameters that rules in Python update. These, frozen parameters, and parameters of another dtype, in the same
-    subtree form units of their own.
+    subtree form units of their own. codes: so do frozen parameters with a code.
     """
     walk = _Walk(unit_size, width)
     remaining = walk.open(model, "")
     if remaining:
         walk.groups.append(("", remaining))
-    return [unit for name, members in walk.groups for unit in _split(name, members, whole)]
+    return [unit for name, members in walk.groups for unit in _split(name, members, whole, codes=codes)]
 
 
-def _split(root: str, members: list[tuple[str, nn.Parameter]], whole: Collection[int]) -> Iterator[UnitParameters]:
-    kinds: dict[tuple[bool, torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
-    # A unit is one flat tensor with one kind of states, so dtypes and frozen parameters are apart.
+def _split(
+    root: str, members: list[tuple[str, nn.Parameter]], whole: Collection[int], *, codes: bool
+) -> Iterator[UnitParameters]:
+    kinds: dict[tuple[bool, torch.dtype, bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    # A unit is one flat tensor with one kind of states and one code, so dtypes and frozen parameters are apart.
     for entry in members:
-        kinds.setdefault((entry[1].requires_grad, entry[1].dtype, id(entry[1]) in whole), []).append(entry)
-    for position, ((trainable, dtype, by_parameter), entries) in enumerate(kinds.items()):
-        kind = "by parameter" if by_parameter else "trainable" if trainable else "frozen"
+        coded = codes and _has_code(entry[1])
+        kinds.setdefault((entry[1].requires_grad, entry[1].dtype, id(entry[1]) in whole, coded), []).append(entry)
+    for position, ((trainable, dtype, by_parameter, coded), entries) in enumerate(kinds.items()):
+        kind = "coded" if coded else "by parameter" if by_parameter else "trainable" if trainable else "frozen"
         suffix = "" if position == 0 else f" ({kind} {str(dtype).split('.')[-1]})"
         names = tuple(own_name(name) for name, _ in entries)
-        yield UnitParameters(own_name(root or "(root)") + suffix, root, names, tuple(p for _, p in entries))
+        yield UnitParameters(own_name(root or "(root)") + suffix, root, names, tuple(p for _, p in entries), coded)
+
+
+def _has_code(parameter: nn.Parameter) -> bool:
+    """Return whether `infinity.frozen` stores a parameter in a code: frozen, and a matrix or larger.
+
+    Norms and biases stay exact: they are small, and their errors reach every row.
+    """
+    return not parameter.requires_grad and parameter.dtype in CODED_DTYPES and parameter.dim() > 1
 
 
 def modules_to_hook(model: nn.Module, unit_of: dict[int, int], roots: Sequence[str]) -> dict[nn.Module, list[int]]:
@@ -271,12 +289,13 @@ def discover_model(
     *,
     dtype: torch.dtype | None,
     copies: Callable[[nn.Parameter], int],
+    codes: bool = False,
 ) -> ModelUnits:
     """Find the units of `model` and the modules that need them.
 
     unit_size: in bytes. groups: param_groups. rules: the rule in Python of each group; None: a native one, as all are
     without `rules`. dtype: dtype of floating parameters in the engine; None: their own. copies: parameter →
-    `Member.copies`.
+    `Member.copies`. codes: as of `discover`.
     """
     group_of = {
         id(p): number
@@ -292,7 +311,7 @@ def discover_model(
                 has_master = (dtype or p.dtype) != torch.float32
                 own = {"name": names[id(p)], "attributes": vars(p)}
                 records[id(p)] = rule.record(tuple(local(p).shape), group, has_master=has_master, **own)
-    found = discover(model, unit_size, width=dtype.itemsize if dtype else None, whole=records.keys())
+    found = discover(model, unit_size, width=dtype.itemsize if dtype else None, whole=records.keys(), codes=codes)
     units = tuple(
         DiscoveredUnit(
             unit.name,
@@ -302,6 +321,7 @@ def discover_model(
                 Member(name, tuple(local(p).shape), group_of.get(id(p), -1), copies(p), records.get(id(p)))
                 for name, p in zip(unit.names, unit.parameters, strict=True)
             ),
+            unit.coded,
         )
         for unit in found
     )

@@ -25,10 +25,12 @@ from infinity.plan.layout import Slot, UnitLayout
 from infinity.plan.placement import Extent, Placement, State, Tile, tiles
 from infinity.plan.windows import RecordsFormat
 from infinity.tier_kind import TierKind
+from infinity.tiers import frozen
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.memory import PAGE, host_tensor, with_own_storage
 from infinity.tiers.transfer import Transfer
+from infinity.units.coded import encode, encode_edit
 
 _BUFFERS = 2
 _ZEROS = 16 << 20
@@ -146,13 +148,20 @@ class UnitStates:
     ranks: Communicator | SideChannel
     device: Device
 
-    def write(self, layout: UnitLayout, flats: Flats) -> None:
+    def write(self, layout: UnitLayout, flats: Flats, *, edits: bool = False) -> None:
         """Write this rank's shards. A trained unit needs `master`; moments left out are zero. A frozen one needs
-        `param`.
+        `param`, whose values are rounded to those of its code.
+
+        edits: raise UsageError for frozen parameters that would be rounded. Raises ModelError if one of them has a code
+        and is not finite.
         """
         shards = {name: self.ranks.shard(flat) for name, flat in flats.items()}
         if not layout.trainable:
-            self._write_param(layout, shards["param"])
+            if layout.code is not None:
+                encoded = encode(layout, layout.code, shards["param"], self.ranks.shard_rank, edited=edits)
+                self._write_stored(layout, encoded).wait()
+            else:
+                self._write_param(layout, shards["param"])
             return
         if layout.windows:
             param, records = self._whole(layout, flats)
@@ -236,7 +245,12 @@ class UnitStates:
         flat = flat_tensor(layout.numel, layout.dtype)
         shard = self.ranks.shard(flat).view(torch.uint8)
         tier, extent = self._at(layout, State.PARAM)
-        tier.read(extent, shard).wait()
+        if extent.code is None:
+            tier.read(extent, shard).wait()
+        else:
+            stored = extent.code.stored_in(shard)
+            tier.read(extent, stored).wait()
+            frozen.decode(extent.code, stored, shard)
         return flat
 
     def kinds(self, layout: UnitLayout, slot: int = 0, updates: int = 0) -> tuple[StateKind, ...]:
@@ -300,9 +314,23 @@ class UnitStates:
                 self.tiers[kind].read_ahead(chain((nearest,), of_tier))
 
     def write_back(self, layout: UnitLayout, shard: torch.Tensor) -> Transfer:
-        """Start writing this rank's shard of the parameters, uint8 (shard_nbytes,), to its tier."""
+        """Start writing this rank's shard of the parameters, uint8 (shard_nbytes,), to its tier.
+
+        Raises UsageError if it has a code, which would round the values.
+        """
+        if layout.code is None:
+            return self._write_stored(layout, shard)
+        encoded = encode_edit(layout, layout.code, shard, self.ranks.shard_rank, self.device)
+        return self._write_stored(layout, encoded)
+
+    def check_code(self, layout: UnitLayout, flat: torch.Tensor) -> None:
+        """Raise UsageError if the code of a frozen unit would round one of its values. flat: (numel,) on the device."""
+        assert layout.code is not None
+        encode_edit(layout, layout.code, flat.view(torch.uint8), 0, self.device)
+
+    def _write_stored(self, layout: UnitLayout, stored: torch.Tensor) -> Transfer:
         tier, extent = self._at(layout, State.PARAM)
-        return tier.write(extent, shard)
+        return tier.write(extent, stored)
 
     def sync_masters_from_edit(self, layout: UnitLayout, shard: torch.Tensor) -> None:
         """Set the masters of 16-bit parameters that were edited to the edited values.

@@ -14,7 +14,7 @@ from infinity.comm.communicator import Communicator
 from infinity.schedule.schedule import Schedule
 from infinity.tiers.device import Device
 from infinity.tiers.pool import Lease, Pool
-from infinity.tiers.transfer import DONE, Fingerprinted, Transfer
+from infinity.tiers.transfer import DONE, Fingerprinted, Transfer, issued
 from infinity.units import binding, released, residents
 from infinity.units.buffers import Leaving, UnitBuffers
 from infinity.units.kept import KeptBuffers, edit_lost
@@ -216,9 +216,10 @@ class UnitStore:
             # The buffer is filled in part, so no view of it may be taken for the unit's values.
             self.drop(unit, valid=False)
             raise
-        if unit.fingerprint is None and isinstance(transfer, Fingerprinted):
+        came = issued(transfer)
+        if unit.fingerprint is None and isinstance(came, Fingerprinted):
             # It covers the whole buffer: shards of other ranks were not gathered.
-            unit.note_fingerprint(transfer.fingerprint)
+            unit.note_fingerprint(came.fingerprint)
         # Before the parameters are bound: the lease may change its memory to the one that views refer to.
         if unit in self.kept:
             self._return_to_viewers(unit)

@@ -6,7 +6,8 @@ counters would miss edits by `.data`, `.detach().numpy()` and custom kernels. A 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NoReturn
@@ -148,6 +149,23 @@ class WriteBack:
         self._moves.fail(error)
         raise error
 
+    def check_code(self, unit: Unit) -> None:
+        """Raise UsageError, and stop the engine, if the buffer of a unit that is stored in a code has other values than
+        the code can hold. All ranks raise it, before one of them writes its shard.
+        """
+        if unit.layout.code is not None:
+            with self._refusing():
+                self._states.check_code(unit.layout, unit.flat())
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Stop the engine on a refusal of an edit in the block."""
+        try:
+            yield
+        except UsageError as error:
+            self._moves.fail(error)
+            raise
+
     def hold_back(self, units: Iterable[Unit]) -> None:
         """Keep edits of these held units out of their tiers, until `end_hold_back`."""
         self._held_back.update(unit.index for unit in units)
@@ -223,13 +241,10 @@ class WriteBack:
         with self._moves.recorder.wait("gather", "parameters"):
             self._states.sync_masters_from_edit(unit.layout, shard)
             if writes:
-                self._states.write_back(unit.layout, shard).wait()
+                with self._refusing():
+                    self._states.write_back(unit.layout, shard).wait()
                 unit.written()
 
     def _await_snapshot(self, unit: Unit) -> None:
-        try:
-            with self._moves.recorder.wait("gather", "saves"):
-                unit.snapshot_read.wait()
-        except UsageError as error:
-            self._moves.fail(error)
-            raise
+        with self._refusing(), self._moves.recorder.wait("gather", "saves"):
+            unit.snapshot_read.wait()

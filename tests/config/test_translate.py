@@ -264,6 +264,19 @@ def test_deepspeeds_states_of_16_bits_are_mapped() -> None:
     assert "bf16.bf16_optimizer_states: must be true or false, not 1" in refusal({"bf16": {"bf16_optimizer_states": 1}})
 
 
+def test_quantised_frozen_weights_are_mapped() -> None:
+    """DeepSpeed stores them in 8 bits; other values of the key are refused, and so are durable states with a code."""
+    name = "zero_quantized_nontrainable_weights"
+    config = Config.load({"zero_optimization": {name: True}})
+    assert config.infinity.frozen == "8bit"
+    assert f"zero_optimization.{name} true → infinity.frozen 8bit" in config.notes.mapped
+    assert Config.load({"zero_optimization": {name: False}}).infinity.frozen == "as_is"
+    assert f"zero_optimization.{name}: must be true or false, not 8" in refusal({"zero_optimization": {name: 8}})
+    durable = {"infinity": {"durable": True, "frozen": "nf4"}}
+    durable["zero_optimization"] = {"offload_optimizer": {"device": "nvme", "nvme_path": "/local_nvme"}}
+    assert 'infinity.durable is true and infinity.frozen is "nf4"' in refusal(durable)
+
+
 def test_values_are_read_as_in_deepspeed() -> None:
     """Reductions and dtypes in any case; an unknown warm-up is "log" in DeepSpeed's dialect and an error in ours."""
     config = Config.load({"gradient_allreduce_op": "SUM", "communication_data_type": "BF16"})

@@ -21,6 +21,7 @@ from support.cuda_kernels import (
     GRADS,
     CudaKernels,
     check_fingerprints,
+    check_frozen,
     check_guards,
     check_halves,
     check_numbers_of_elements,
@@ -88,6 +89,10 @@ def test_fingerprints(kernels: CudaKernels) -> None:
 
 def test_halves(kernels: CudaKernels) -> None:
     check_halves(kernels, SIZES)
+
+
+def test_frozen_parameters(kernels: CudaKernels) -> None:
+    check_frozen(kernels, (1, 2, 3, 37, 4000))
 
 
 def test_a_fingerprint_on_the_device_has_the_bits_of_the_hosts() -> None:

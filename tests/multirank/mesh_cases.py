@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import infinity
 from infinity.engine.training import TrainingEngine
-from infinity.errors import ModelError, UsageError
+from infinity.errors import ConfigError, ModelError, UsageError
 from infinity.tiers.device import CpuDevice
 from multirank.cases import SAMPLES, global_batches, part
 from support.configs import engine_config
@@ -144,6 +144,10 @@ def refused(rank: int, *, folder: str) -> dict[str, str]:
             opened(model, group, folder).close()
         except (ModelError, UsageError) as error:
             said[name] = f"{type(error).__name__}: {error}"
+    try:
+        opened(divided(mesh["tp"]), mesh["dp"], folder, frozen="8bit").close()
+    except ConfigError as error:
+        said["a code"] = str(error)
     return said
 
 

@@ -88,6 +88,7 @@ def test_groups_that_do_not_go_with_the_model(four: Group, tmp_path: Path) -> No
             assert said["a group of others"].startswith(f"UsageError: rank {rank} is not in its process_group")
         assert "ModelError: parameter blocks.0.up.weight" in said["no group"]
         assert 'process_group=mesh["dp"]' in said["no group"] and said["the wrong group"] == said["no group"]
+        assert 'infinity.frozen is "8bit", whose groups of 64 elements would straddle' in said["a code"]
 
 
 @pytest.mark.campaign  # four jobs of four ranks

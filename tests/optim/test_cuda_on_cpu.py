@@ -28,6 +28,7 @@ from support.adam_arrays import HYPER, make_problem
 from support.cuda_kernels import (
     CudaKernels,
     check_fingerprints,
+    check_frozen,
     check_halves,
     check_numbers_of_elements,
     check_sums,
@@ -112,6 +113,10 @@ def test_fingerprints(kernels: CudaKernels) -> None:
 
 def test_halves(kernels: CudaKernels) -> None:
     check_halves(kernels, SIZES)
+
+
+def test_frozen_parameters(kernels: CudaKernels) -> None:
+    check_frozen(kernels, (1, 2, 3, 37))
 
 
 def test_what_cuda_refuses_is_an_error_in_its_words(kernels: CudaKernels) -> None:

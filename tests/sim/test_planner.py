@@ -10,9 +10,10 @@ import pytest
 
 from infinity.plan.placement import State
 from infinity.sim import planner
-from infinity.sim.gpt2 import GPT2Config, gpt2
+from infinity.sim.gpt2 import GPT2Config, PlannedModel, gpt2
 from infinity.sim.machine import Links, Machine
 from infinity.sim.planner import Activations, predict
+from infinity.tier_kind import TierKind
 from support.configs import engine_config
 
 LINKS = Links(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, {"float32": 1e12}, 0)
@@ -75,3 +76,25 @@ def test_a_peak_inside_a_block_gives_way_to_one_that_grows_with_depth(
     for blocks in range(1, 1000):
         assert activations.of(blocks) == {"device": max(within, 40 + 10 * blocks)}
     assert len(set(simulated)) == len(simulated) and max(simulated) <= max(4, 4 * within // 10)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=["host", "gpus"])
+@pytest.mark.parametrize("param", ["cpu", "nvme"])
+def test_a_frozen_base_in_a_code_takes_fewer_bytes(param: str, machine: Machine, tmp_path: Path) -> None:
+    """Matrices are frozen; biases and norms are trained. Decoding is simulated in both kinds of memory."""
+
+    def make(layers: int = SHAPE.num_layers) -> PlannedModel:
+        model = gpt2(replace(SHAPE, num_layers=layers), None)
+        for parameter in model.module.parameters():
+            parameter.requires_grad_(parameter.dim() == 1)
+        return replace(model, with_blocks=make)
+
+    held, read = {}, {}
+    for format in ("as_is", "nf4"):
+        config = engine_config(param, "cpu", folder=tmp_path, debug=False, frozen=format)
+        found = predict(make, config, machine, LINKS)
+        assert found.simulation is not None
+        held[format] = found.needs.tiers[TierKind.of_config(param)]["params"]
+        read[format] = found.simulation.nvme_bytes_read
+    assert held["nf4"] < 0.5 * held["as_is"]
+    assert read["nf4"] < 0.5 * read["as_is"] if param == "nvme" else read["nf4"] == 0

@@ -6,11 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from infinity.native import _adam
+from infinity.plan.frozen import CODED_DTYPES, RECORD, FrozenCode
+from infinity.tiers import frozen
 from support.adam_arrays import ALIGNED, GUARD, HYPER, Array, Problem, guarded, make_problem, random_bits
 
 MISALIGNED = (
@@ -156,3 +160,23 @@ def check_fingerprints(kernels: CudaKernels, sizes: Sequence[int]) -> None:
             words = rng.integers(0, 1 << 64, n, np.uint64)
             expected = _adam.fingerprint(words.ctypes.data, words.nbytes, isa="plain")
             assert kernels.fingerprint(words, offset) == (expected + 7) % (1 << 64), (n, offset)
+
+
+def check_frozen(kernels: CudaKernels, sizes: Sequence[int]) -> None:
+    """Every code and dtype, into other memory and in place. sizes: in records."""
+    for format, (dtype, name), records in product(("8bit", "nf4"), CODED_DTYPES.items(), sizes):
+        code, n = FrozenCode(format, dtype), records * RECORD  # type: ignore[arg-type]
+        weight = torch.randn(n, generator=torch.Generator().manual_seed(records)).to(dtype)
+        stored, _ = frozen.encode(code, weight)
+        expected = np.zeros(weight.nbytes, np.uint8)
+        frozen.decode(code, stored, torch.from_numpy(expected))
+        within = np.zeros(weight.nbytes, np.uint8)
+        code.stored_in(torch.from_numpy(within)).copy_(stored)
+        records_at = weight.nbytes - code.records_nbytes(n)
+        apart, target = kernels.place(code.records_of(stored, n).numpy(), 0), kernels.place(np.zeros_like(within), 0)
+        whole = kernels.place(within, 0)
+        where = {"code": format, "dtype": name, "device": 0, "stream": kernels.stream}
+        kernels.native.decode_frozen(apart.address, target.address, n, **where)
+        kernels.native.decode_frozen(whole.address + records_at, whole.address, n, **where)
+        np.testing.assert_array_equal(target.get(), expected)
+        np.testing.assert_array_equal(whole.get(), expected)

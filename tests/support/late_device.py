@@ -15,6 +15,8 @@ from collections import deque
 
 import torch
 
+from infinity.plan.frozen import FrozenCode
+from infinity.tiers import frozen
 from infinity.tiers.device import Device
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import DONE, Transfer
@@ -153,6 +155,11 @@ class LateDevice(Device):
             return tensor
         memory = (ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())
         return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def decode(self, code: FrozenCode, memory: torch.Tensor, after: Transfer) -> Transfer:
+        after.wait()
+        frozen.decode_by_torch(code, memory)
+        return DONE
 
     def await_copy(self, transfer: Transfer) -> None:
         transfer.wait()

@@ -72,6 +72,30 @@ class Linears(nn.Module):
         return F.mse_loss(x.float(), targets.float())
 
 
+class Adapter(nn.Module):
+    """A frozen linear layer with a trainable update of low rank, as LoRA adds it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.normal_(self.up.weight, std=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return out
+
+
+def adapted(width: int = 32, depth: int = 4) -> Stack:
+    """A frozen `Stack` with adapters around the linear layers of its blocks."""
+    model = Stack(width, depth).requires_grad_(False)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.up, block.down = Adapter(block.up), Adapter(block.down)  # type: ignore[assignment]
+    return model
+
+
 def token_batches(
     count: int, *, batch: int = 4, length: int = 8, seed: int = 1
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:

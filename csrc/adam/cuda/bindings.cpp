@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../arguments.h"
+#include "../frozen_arguments.h"
 #include "../update_call.h"
 #include "launch.h"
 
@@ -109,6 +110,17 @@ void py_join(const py::object& param, const py::object& remainder, const py::obj
     join(high, low, to, count, {device, stream});
 }
 
+void py_decode_frozen(const py::object& records, const py::object& values, const py::object& n, const std::string& code,
+                      const std::string& dtype, int device, std::uintptr_t stream) {
+    const Code from = to_code(code);
+    const DType of = to_dtype("dtype", dtype);
+    const std::size_t count = to_records(n);
+    constexpr std::size_t kAlignment = 16;
+    const FrozenArrays arrays = to_frozen_arrays(records, values, count, from, of, true, kAlignment);
+    const py::gil_scoped_release release;
+    decode(from, of, arrays.records, arrays.values, count, {device, stream});
+}
+
 std::vector<std::string> architectures() {  // in CMake's notation: 75-real;90
     std::vector<std::string> names;
     std::istringstream list(INFINITY_CUDA_ARCHITECTURES);
@@ -142,6 +154,8 @@ PYBIND11_MODULE(_adam_cuda, m) {
           "Split fp32 into bf16 (half away from zero) and the int16 remainder.");
     m.def("join", &py_join, "param"_a, "remainder"_a, "master"_a, "n"_a, py::kw_only(), "device"_a, "stream"_a,
           "Join bf16 and int16 remainder to fp32.");
+    m.def("decode_frozen", &py_decode_frozen, "records"_a, "values"_a, "n"_a, py::kw_only(), "code"_a, "dtype"_a,
+          "device"_a, "stream"_a, "Decode frozen parameters.");
     m.def("device_count", &device_count, "Return the number of devices; 0 without a driver.");
     m.def("refusal", &refusal, "Return CUDA's error if there is no device; empty otherwise.");
     m.def("compute_capability", &compute_capability, "device"_a, "Return 10 * major + minor.");

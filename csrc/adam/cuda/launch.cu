@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "fingerprint.cuh"
+#include "frozen.cuh"
 #include "norms.cuh"
 #include "results.cuh"
 #include "update.cuh"
@@ -151,6 +152,35 @@ void join(const std::uint16_t* param, const std::int16_t* remainder, float* mast
     if (n == 0) return;
     const bool aligned = runs_of(4, master) && runs_of(2, param) && runs_of(2, remainder);
     launch(join_runs, n, kThreads * kRun, stream, param, remainder, master, n, aligned);
+}
+
+namespace {
+
+template <Code code, DType dtype>
+void decode_as(const std::uint8_t* records, void* values, std::size_t n, const Stream& stream) {
+    constexpr std::size_t kBytes = record_bytes(code, dtype), kDecoded = kRecord * sizeof(Value<dtype>);
+    const std::size_t count = n / kRecord;
+    const bool in_place = records + count * kBytes == static_cast<const std::uint8_t*>(values) + count * kDecoded;
+    for (std::size_t i = 0; i < count;) {
+        const std::size_t some = in_place ? records_at_once(i, count, kBytes, kDecoded) : count;
+        launch(decode_records<code, dtype>, some, 1, stream, records + i * kBytes,
+               static_cast<Value<dtype>*>(values) + i * kRecord, some);
+        i += some;
+    }
+}
+
+template <Code code>
+void decode_as(DType dtype, const std::uint8_t* records, void* values, std::size_t n, const Stream& stream) {
+    if (dtype == DType::kFp32) return decode_as<code, DType::kFp32>(records, values, n, stream);
+    if (dtype == DType::kBf16) return decode_as<code, DType::kBf16>(records, values, n, stream);
+    decode_as<code, DType::kFp16>(records, values, n, stream);
+}
+
+}  // namespace
+
+void decode(Code code, DType dtype, const std::uint8_t* records, void* values, std::size_t n, const Stream& stream) {
+    if (code == Code::kEight) return decode_as<Code::kEight>(dtype, records, values, n, stream);
+    decode_as<Code::kNf4>(dtype, records, values, n, stream);
 }
 
 int device_count() {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "../frozen.h"
 #include "../types.h"
 
 namespace infinity::adam::cuda {
@@ -40,6 +41,9 @@ void store(const void* from, void* host, std::size_t nbytes, const Stream& strea
 void split(const float* master, std::uint16_t* param, std::int16_t* remainder, std::size_t n, const Stream& stream);
 void join(const std::uint16_t* param, const std::int16_t* remainder, float* master, std::size_t n,
           const Stream& stream);
+
+// Decodes n frozen parameters; see ../frozen.h. Records that end where the values end are decoded in several launches.
+void decode(Code code, DType dtype, const std::uint8_t* records, void* values, std::size_t n, const Stream& stream);
 
 // Returns 0 if there is no device or no driver; `refusal` returns CUDA's error then.
 int device_count();

@@ -126,7 +126,7 @@ _ZERO: dict[str, Entry] = {
     "mics_shard_size": no_effect(_ONE_GROUP, -1),
     "mics_hierarchical_params_gather": no_effect(_ONE_GROUP),
     "zero_quantized_weights": refused(_EXACT),
-    "zero_quantized_nontrainable_weights": refused("frozen weights are stored in their own dtype: remove it"),
+    "zero_quantized_nontrainable_weights": mapped('infinity.frozen "8bit"'),
     "zero_quantized_gradients": refused(_EXACT),
     "zeropp_loco_param": refused(_EXACT, whole=True),
     "memory_efficient_linear": no_effect("autograd saves references for every module", True),

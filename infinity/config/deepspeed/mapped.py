@@ -149,6 +149,12 @@ def _bf16_states(draft: Draft) -> None:
             draft.map(source, True, target, result)
 
 
+def _frozen_weights(draft: Draft) -> None:
+    source = f"{_ZERO}.zero_quantized_nontrainable_weights"
+    if _is_on(draft, source):
+        draft.map(source, True, "infinity.frozen", "8bit")
+
+
 def _fp32_allreduce(draft: Draft) -> None:
     value = draft.take("fp32_allreduce")
     if value is not ABSENT:
@@ -245,6 +251,7 @@ MAPPINGS: tuple[Rule, ...] = (
     _activations,
     _overflow_check,
     _bf16_states,
+    _frozen_weights,
     _fp32_allreduce,
     _adam,
     _warmup_type,
