@@ -212,7 +212,7 @@ class TiledExperts(Tiled):
         weighted = found * weights.reshape(-1)[at][:, None]
         back = torch.empty_like(at)
         back[at] = torch.arange(len(at), device=at.device)
-        return weighted[back].view(len(index), width, -1).sum(1).to(hidden.dtype)
+        return weighted[back].view(*index.shape, hidden.shape[-1]).sum(1).to(hidden.dtype)
 
     def _dense(self, hidden: torch.Tensor) -> torch.Tensor:
         each = len(hidden) // sum(self.counts)
