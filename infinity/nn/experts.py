@@ -56,18 +56,22 @@ IMPLEMENTATIONS = {
 
 
 class _Idle(torch.autograd.Function):
-    """(0, H) output of a tile without rows, whose parameters get zero gradients, as in the untiled module."""
+    """(0, H) output of a tile without rows, whose parameters get zero gradients, as in the untiled module.
+
+    Backward reads them as that of a tile with rows does, since other ranks, whose tokens chose the tile, fetch it then.
+    nothing: rows of the hidden states, which make backward run if the parameters are frozen, too.
+    """
 
     @staticmethod
     def forward(ctx: Any, nothing: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.like = [(p.shape, p.dtype, p.device) if p.requires_grad else None for p in parameters]
+        ctx.save_for_backward(*parameters)
         return nothing.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        zeros = [each and torch.zeros(each[0], dtype=each[1], device=each[2]) for each in ctx.like]
-        return grad, *zeros
+        parameters, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        return grad, *(torch.zeros_like(p) if need else None for p, need in zip(parameters, needed, strict=True))
 
 
 class ExpertsTile(nn.Module):
@@ -178,7 +182,7 @@ class TiledExperts(Tiled):
                 token = tokens[expert]
                 local = torch.full((len(token), 1), expert - span.start, device=index.device)
                 parts.append((hidden[token], local, weights[token, positions[expert], None]))
-            outputs = tile(parts, hidden.new_empty(0, hidden.shape[-1]))
+            outputs = tile(parts, hidden[:0])
             for expert, output in zip(hit or [span.start], outputs, strict=True):
                 final.index_add_(0, tokens[expert], output.to(final.dtype))
         return final
@@ -207,7 +211,7 @@ class TiledExperts(Tiled):
             if call:
                 # Weights of one give the products themselves, which are weighted below in the dtype of the weights.
                 part = (some, (local - span.start)[:, None], some.new_ones(len(some), 1))
-                outputs += tile([part] if len(some) else [], some.new_empty(0, some.shape[-1]))
+                outputs += tile([part] if len(some) else [], some[:0])
         found = torch.cat(outputs) if outputs else taken
         weighted = found * weights.reshape(-1)[at][:, None]
         back = torch.empty_like(at)
