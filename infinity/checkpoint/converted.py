@@ -64,7 +64,7 @@ class _Conversion:
 
 def _keeps_experts(operation: Any) -> bool:
     if type(operation).__name__ == "Transpose":
-        return min(operation.dim0, operation.dim1) > 0
+        return bool(operation.dim0 > 0 < operation.dim1)
     return type(operation).__name__ in ("Concatenate", "Chunk", "Interleave") and operation.dim > 0
 
 

@@ -69,9 +69,9 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
     folder: holds model.safetensors, or its shards and model.safetensors.index.json. Parameters on the meta device are
     read when an engine of the model (or of a model that contains it) is constructed, unit by unit, on every rank its
     shards; keep the folder until then. Other parameters, and buffers, are read now. Names are the keys of the model's
-    state_dict, or those that transformers' rules for the class convert to them, such as those of single experts; a shared
-    parameter may be stored under any of its names. Values are cast to the model's dtypes. Masters
-    of 16-bit parameters start with the values in the files.
+    state_dict, or those that transformers' rules for the class convert to them, such as those of single experts. A
+    shared parameter may be stored under any of its names. Values are cast to the model's dtypes. Masters of 16-bit
+    parameters start with the values in the files.
 
     strict: raise CheckpointError if a name is missing or unexpected. Otherwise missing parameters are initialised as
     usual (or keep their values), and a warning lists them. Wrong shapes, damaged files and shared parameters with

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from infinity.errors import UsageError
-from infinity.model.choice import called
+from infinity.model.hooks import UnitParameters
 from infinity.nn.pieces import MARK, Piece, Tiled, slices, view_of
 from infinity.plan.formats import BLOCK
 
@@ -87,7 +87,7 @@ class ExpertsTile(nn.Module):
         (n, 1); of a dense class, only hidden states.
         """
         if not parts:
-            return [_Idle.apply(nothing, *self.parameters(recurse=False))]
+            return [_Idle.apply(nothing, *self.parameters(recurse=False))]  # type: ignore[no-untyped-call]
         return [super(ExpertsTile, self).forward(*part) for part in parts]
 
     def __reduce__(self) -> Any:
@@ -95,7 +95,7 @@ class ExpertsTile(nn.Module):
 
 
 def _new_tile(kind: type[nn.Module]) -> nn.Module:
-    tile = object.__new__(type(kind.__name__, (ExpertsTile, kind), {"__module__": __name__}))
+    tile: nn.Module = object.__new__(type(kind.__name__, (ExpertsTile, kind), {"__module__": __name__}))
     nn.Module.__init__(tile)
     return tile
 
@@ -107,9 +107,10 @@ class TiledExperts(Tiled):
     """
 
     tiles: nn.ModuleList
+    config: Any
 
     def __init__(self, experts: nn.Module, counts: Sequence[int]) -> None:
-        """Tiles are views of the parameters of `experts`, which keeps no values, so that no other holder shares them."""
+        """Make tiles that are views of the parameters of `experts`, which keeps no values."""
         super().__init__()
         self.counts = list(counts)
         self.kind = type(experts)
@@ -148,14 +149,14 @@ class TiledExperts(Tiled):
             return self._dense(hidden)
         index, weights = routing
         order = self._implementation(hidden)
-        # The rows that a module takes and the sums over experts are in its own order, in which gradients are summed too.
+        # Gradients are sums over rows: their order is that of the untiled module.
         chosen = index.t().reshape(-1) if order.by_expert else index.reshape(-1)
         ids, at = torch.sort(chosen, stable=order.stable)
         rows = _rows_of(ids, sum(self.counts))
         if len(rows) > sum(self.counts):
             raise UsageError(
-                f"a row is routed to expert {len(rows) - 1}, and the module has {sum(self.counts)}. infinity.nn.tile does "
-                "not support expert parallelism: turn it off, or do not tile the model."
+                f"a row is routed to expert {len(rows) - 1}, and the module has {sum(self.counts)}. infinity.nn.tile "
+                "does not support expert parallelism: turn it off, or do not tile the model."
             )
         run = self._by_expert if order.by_expert else self._by_tile
         return run(hidden, index, weights, ids, at, rows, order)
@@ -207,7 +208,9 @@ class TiledExperts(Tiled):
             # Rows are cast here, so that tiles return products in the dtype in which they are weighted.
             taken = hidden[at // width].to(_dtype_of(self.tiles[0]))
         outputs = []
-        for (tile, span, call), some, local in zip(self._calls(rows), taken.split(spans), ids.split(spans), strict=True):
+        for (tile, span, call), some, local in zip(
+            self._calls(rows), taken.split(spans), ids.split(spans), strict=True
+        ):
             if call:
                 # Weights of one give the products themselves, which are weighted below in the dtype of the weights.
                 part = (some, (local - span.start)[:, None], some.new_ones(len(some), 1))
@@ -226,11 +229,11 @@ class TiledExperts(Tiled):
     def _calls(self, rows: list[int]) -> Iterator[tuple[nn.Module, slice, bool]]:
         """Yield (tile, its experts, whether to call it). rows: number of rows of each expert."""
         spans = slices(self.counts)
-        calls = called(list(self.tiles), [any(rows[span]) for span in spans])
+        calls = _called(list(self.tiles), [any(rows[span]) for span in spans])
         return zip(self.tiles, spans, calls, strict=True)
 
     def _implementation(self, hidden: torch.Tensor) -> Implementation:
-        name = "eager" if self.kind.__name__ in UNDECORATED else self.config._experts_implementation
+        name: Any = "eager" if self.kind.__name__ in UNDECORATED else self.config._experts_implementation
         if name not in IMPLEMENTATIONS:
             raise UsageError(
                 f"experts_implementation is {name!r}, and tiles of experts support {', '.join(IMPLEMENTATIONS)}. Call "
@@ -238,8 +241,8 @@ class TiledExperts(Tiled):
             )
         if name == "eager" and self.kind.__name__ in WIDE_SUMS and hidden.dtype.itemsize < 4:
             raise UsageError(
-                f"{self.kind.__name__} with experts_implementation 'eager' sums experts in fp32, and its tiles would sum "
-                f'them in {hidden.dtype}. Call model.set_experts_implementation("grouped_mm").'
+                f"{self.kind.__name__} with experts_implementation 'eager' sums experts in fp32, and its tiles would "
+                f'sum them in {hidden.dtype}. Call model.set_experts_implementation("grouped_mm").'
             )
         return IMPLEMENTATIONS[name]
 
@@ -269,6 +272,23 @@ def _presorted(ids: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     The tile sorts its rows again, and torch's sort exchanges rows of one expert.
     """
     return torch.empty_like(at).index_copy_(0, torch.sort(ids).indices, at)
+
+
+def _called(modules: Sequence[nn.Module], needed: Sequence[bool]) -> list[bool]:
+    """Return which of `modules` to call, in order, where the data needs some. Their units are fetched next.
+
+    All of them, if gradients are recorded: a parameter that is not used gets a gradient of zeros, and no gradient would
+    be another one. All of them on several ranks, which fetch units together: the data of another rank may need them.
+    """
+    if torch.is_grad_enabled():
+        return [True] * len(modules)
+    managed = [parameters for each in modules if isinstance(parameters := each._parameters, UnitParameters)]
+    if managed and not managed[0].is_alone:
+        return [True] * len(modules)
+    for parameters in managed[:1]:
+        chosen = (each._parameters for each, need in zip(modules, needed, strict=True) if need)
+        parameters.expect([each for each in chosen if isinstance(each, UnitParameters)])
+    return list(needed)
 
 
 def _dtype_of(tile: nn.Module) -> torch.dtype:

@@ -243,7 +243,9 @@ class Tracer:
     def order(self) -> Iterator[int]:
         """Return the distinct units in the order of their next uses: those expected, then those of the trace."""
         known = () if self._walk is None else self._walk.order
-        return chain(self._coming, (unit for unit in known if unit not in self._coming)) if self._coming else iter(known)
+        return (
+            chain(self._coming, (unit for unit in known if unit not in self._coming)) if self._coming else iter(known)
+        )
 
     def by_first_use(self) -> Iterator[int]:
         """Return the units of the trace in the order of their first uses in a cycle. Nothing without a trace."""

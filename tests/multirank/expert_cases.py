@@ -30,7 +30,7 @@ def model_of(max_bytes: int, frozen: bool = False) -> Any:
 
 
 def trained(rank: int, *, folder: str, max_bytes: int, target: Path, frozen: bool, **options: Any) -> Any:
-    """Return losses, the experts that this rank's tokens chose in each call, and the state dict after a save and a load.
+    """Return losses, the experts that this rank's tokens chose in each call, and the state dict of a resumed run.
 
     frozen: experts are frozen.
     """

@@ -16,7 +16,7 @@ import infinity
 from infinity.errors import ModelError, UsageError
 from infinity.nn import TiledExperts, tile
 from infinity.nn.pieces import Assembly, Pieces
-from support.experts import CHOSEN, EXPERTS, config_of, made, transformers
+from support.experts import CHOSEN, EXPERTS, config_of, made
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -27,14 +27,20 @@ CLASSES = {
     "aria": "AriaExperts",
     "llama4": "Llama4TextExperts",
 }
-CONFIGS = {"aria": "AriaTextForCausalLM", "llama4": "Llama4ForCausalLM"}
+CONFIGS = {
+    "mixtral": "MixtralForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "aria": "AriaTextForCausalLM",
+    "llama4": "Llama4ForCausalLM",
+}
 
 
 def experts_of(model_type: str, implementation: str, dtype: torch.dtype) -> nn.Module:
     """Return fused experts with random values."""
-    kind = getattr(importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}"), CLASSES[model_type])
-    name = CONFIGS.get(model_type) or next(n for n in dir(transformers) if n.startswith(CLASSES[model_type][:-7]) and n.endswith("ForCausalLM"))
-    config = config_of(name)
+    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    kind = getattr(module, CLASSES[model_type])
+    config = config_of(CONFIGS[model_type])
     for field in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         if hasattr(config, field):
             setattr(config, field, EXPERTS)
