@@ -59,7 +59,7 @@ def shape(args: argparse.Namespace) -> Any:
     import torch
     import transformers
 
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": args.vocab,
         "hidden_size": args.hidden,
         "num_hidden_layers": args.layers,
@@ -71,8 +71,9 @@ def shape(args: argparse.Namespace) -> Any:
     }
     if not args.experts:
         return transformers.LlamaConfig(intermediate_size=args.hidden * 11 // 4, **common)
-    experts = {"num_experts": args.experts, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": args.hidden // 2}
-    return transformers.Qwen3MoeConfig(head_dim=64, **experts, **common)
+    common |= {"num_experts": args.experts, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": args.hidden // 2}
+    common["head_dim"] = 64
+    return transformers.Qwen3MoeConfig(**common)
 
 
 def model_class(args: argparse.Namespace) -> Any:

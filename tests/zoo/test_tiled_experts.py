@@ -19,7 +19,7 @@ from zoo.models import loss_of, made, micro_batches, seed_all, seed_from_generat
 FAMILIES = (
     *("Mixtral", "Qwen3Moe", "Qwen3Next", "DeepseekV2", "DeepseekV3", "DeepseekV4", "GptOss", "Olmoe", "Phimoe"),
     *("Glm4Moe", "Llama4", "Jamba", "Qwen2Moe", "GraniteMoe", "NemotronH", "Ernie4_5_Moe", "MiniMaxM2", "Dots1"),
-    *("HunYuanMoEV1", "Lfm2Moe", "FlexOlmo", "Beam", "HYV4", "Inkling2", "AriaText", "Zaya"),
+    *("Lfm2Moe", "FlexOlmo", "Beam", "HYV4", "Inkling2", "AriaText", "Zaya"),
 )
 
 
