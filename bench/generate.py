@@ -30,7 +30,7 @@ from report.page import publish
 KINDS = ("plain", "cpu", "nvme", "nvme, half cached", "disk")
 """Measurements: the model in memory, parameters in host memory and on NVMe, half of them cached; the disk."""
 OF_EXPERTS = ("plain", "nvme", "nvme, in tiles", "disk")
-"""Those of a mixture of experts: a layer's experts are read together, or one by one (`infinity.nn.tile`)."""
+"""Measurements of a mixture of experts: a layer's experts are read together, or one by one (`infinity.nn.tile`)."""
 CHOSEN = 8
 """Experts of a token."""
 WARM_UP = 4
