@@ -2,6 +2,7 @@
 
     python bench/generate.py                       # a Llama of 325 M parameters in bf16; about 5 minutes on 2 cores
     python bench/generate.py --layers 4 --rounds 1
+    python bench/generate.py --experts 128 --hidden 512 --layers 8 --name generate_experts
 
 Greedy decoding with a KV cache by transformers, one sequence. Every measurement runs in a process of its own, since
 peak memory belongs to a process, and the kinds take turns, round by round, since machines are shared: compare medians
@@ -28,6 +29,10 @@ from report.page import publish
 
 KINDS = ("plain", "cpu", "nvme", "nvme, half cached", "disk")
 """Measurements: the model in memory, parameters in host memory and on NVMe, half of them cached; the disk."""
+OF_EXPERTS = ("plain", "nvme", "nvme, in tiles", "disk")
+"""Measurements of a mixture of experts: a layer's experts are read together, or one by one (`infinity.nn.tile`)."""
+CHOSEN = 8
+"""Experts of a token."""
 WARM_UP = 4
 """Tokens that are not counted: the first is the prompt's, which records the trace."""
 
@@ -37,11 +42,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--experts", type=int, default=0, help=f"experts of a layer, {CHOSEN} of which a token uses")
     parser.add_argument("--prompt", type=int, default=64, help="tokens that are read")
     parser.add_argument("--tokens", type=int, default=32, help="tokens that are written and counted")
     parser.add_argument("--rounds", type=int, default=3, help="processes of each kind")
     parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="folder for the parameters")
-    parser.add_argument("--only", choices=("save", *KINDS), help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=("save", *dict.fromkeys(KINDS + OF_EXPERTS)), help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -53,43 +59,52 @@ def shape(args: argparse.Namespace) -> Any:
     import torch
     import transformers
 
-    return transformers.LlamaConfig(
-        vocab_size=args.vocab,
-        hidden_size=args.hidden,
-        intermediate_size=args.hidden * 11 // 4,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 64,
-        num_key_value_heads=args.hidden // 64,
-        max_position_embeddings=args.prompt + args.tokens + WARM_UP,
-        tie_word_embeddings=False,
-        dtype=torch.bfloat16,
-    )
+    common: dict[str, Any] = {
+        "vocab_size": args.vocab,
+        "hidden_size": args.hidden,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.hidden // 64,
+        "num_key_value_heads": args.hidden // 64,
+        "max_position_embeddings": args.prompt + args.tokens + WARM_UP,
+        "tie_word_embeddings": False,
+        "dtype": torch.bfloat16,
+    }
+    if not args.experts:
+        return transformers.LlamaConfig(intermediate_size=args.hidden * 11 // 4, **common)
+    common |= {"num_experts": args.experts, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": args.hidden // 2}
+    common["head_dim"] = 64
+    return transformers.Qwen3MoeConfig(**common)
+
+
+def model_class(args: argparse.Namespace) -> Any:
+    import transformers
+
+    return transformers.Qwen3MoeForCausalLM if args.experts else transformers.LlamaForCausalLM
 
 
 def run_save(args: argparse.Namespace) -> dict[str, Any]:
     import torch
-    import transformers
 
     torch.manual_seed(0)
-    model: Any = transformers.LlamaForCausalLM(shape(args))
-    model.to(torch.bfloat16).save_pretrained(args.model)
+    model_class(args)(shape(args)).to(torch.bfloat16).save_pretrained(args.model)
     return {}
 
 
 def load(args: argparse.Namespace, kind: str) -> tuple[Any, Any]:
     """The model with its values, and its engine; None for `plain`."""
     import torch
-    import transformers
 
     import infinity
 
     if kind == "plain":
-        model: Any = transformers.LlamaForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
-        return model.eval(), None
+        return model_class(args).from_pretrained(args.model, dtype=torch.bfloat16).eval(), None
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(shape(args))
+        model = model_class(args)(shape(args)).to(torch.bfloat16)
+    where, _, how = kind.partition(", ")
+    cached = how == "half cached"
+    if how == "in tiles":
+        infinity.nn.tile(model, 3 * args.hidden * (args.hidden // 2) * 2)  # an expert
     infinity.load_pretrained(model, args.model)
-    where, _, cached = kind.partition(", ")
     config = {
         "zero_optimization": {"stage": 3, "offload_param": {"device": where, "nvme_path": args.nvme_path}},
         "infinity": {"cache_bytes": model.num_parameters() if cached else 0},  # of 2 bytes a parameter
@@ -173,13 +188,16 @@ def main() -> None:
         known = {"save": run_save, "disk": run_disk}
         print(json.dumps(known[args.only](args) if args.only in known else run(args, args.only)))
         return
-    target = harness.target(args)
+    target, kinds = harness.target(args), OF_EXPERTS if args.experts else KINDS
     if not args.redraw:
         with tempfile.TemporaryDirectory(dir=args.nvme_path) as model:
             child("save", model)
-            runs = harness.collect(KINDS, args.rounds, partial(child, model=model), show)
+            runs = harness.collect(kinds, args.rounds, partial(child, model=model), show)
         check_tokens(runs)
-        flags = {name: getattr(args, name) for name in ("hidden", "layers", "vocab", "prompt", "tokens", "rounds")}
+        flags = {
+            name: getattr(args, name) for name in ("hidden", "layers", "vocab", "experts", "prompt", "tokens", "rounds")
+        }
+        flags["chosen"] = CHOSEN
         head = harness.head("generate", path=args.nvme_path) | {"transformers": version("transformers")}
         harness.write_json(target, {**head, "args": flags, "runs": runs})
     publish(target)

@@ -39,14 +39,21 @@ def column(kind: str, runs: list[dict[str, Any]], disk: float) -> dict[str, floa
 
 
 def title(result: Result) -> str:
-    return f"Generating text with {parameters(result) / 1e6:.0f} M parameters"
+    kind = " of experts" if result.get("args", {}).get("experts") else ""
+    return f"Generating text with {parameters(result) / 1e6:.0f} M parameters{kind}"
 
 
 def recipe(result: Result) -> list[str]:
     args = result["args"]
+    shape = f"hidden {args['hidden']}, {args['layers']} layers, vocabulary {args['vocab']}"
+    model = "Llama"
+    if args.get("experts"):
+        model, shape = (
+            "Qwen3-MoE",
+            f"{shape}, {args['experts']} experts a layer, of which a token uses {args['chosen']}",
+        )
     return [
-        f"Llama of transformers {result['transformers']}: hidden {args['hidden']}, {args['layers']} layers, vocabulary "
-        f"{args['vocab']}, bf16: {2 * parameters(result) / 1e9:.3f} GB.",
+        f"{model} of transformers {result['transformers']}: {shape}, bf16: {2 * parameters(result) / 1e9:.3f} GB.",
         f"Greedy generation of {args['tokens']} tokens after a prompt of {args['prompt']}: one sequence, with a KV "
         "cache.",
         f"Medians of {args['rounds']} processes of each kind, interleaved; all generated the same tokens.",

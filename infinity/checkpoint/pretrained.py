@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from infinity.checkpoint.converted import ConvertedTensor, converted
 from infinity.checkpoint.format import names_of_buffers, persistent_buffers
 from infinity.checkpoint.tensors import PART, WEIGHTS, WEIGHTS_INDEX, Spec, read_part, spec_of
 from infinity.comm.side import Place
@@ -57,6 +58,9 @@ class SavedTensor:
             target.copy_(self.read(0, target.numel()).view(target.shape))
 
 
+Saved = SavedTensor | ConvertedTensor
+
+
 def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True) -> Unmatched:
     """Load the weights in `folder`, written by `save_pretrained` or `infinity export`, into `model`.
 
@@ -65,8 +69,9 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
     folder: holds model.safetensors, or its shards and model.safetensors.index.json. Parameters on the meta device are
     read when an engine of the model (or of a model that contains it) is constructed, unit by unit, on every rank its
     shards; keep the folder until then. Other parameters, and buffers, are read now. Names are the keys of the model's
-    state_dict; a shared parameter may be stored under any of its names. Values are cast to the model's dtypes. Masters
-    of 16-bit parameters start with the values in the files.
+    state_dict, or those that transformers' rules for the class convert to them, such as those of single experts. A
+    shared parameter may be stored under any of its names. Values are cast to the model's dtypes. Masters of 16-bit
+    parameters start with the values in the files.
 
     strict: raise CheckpointError if a name is missing or unexpected. Otherwise missing parameters are initialised as
     usual (or keep their values), and a warning lists them. Wrong shapes, damaged files and shared parameters with
@@ -75,8 +80,8 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
     if any(isinstance(module._parameters, UnitParameters) for module in model.modules()):
         raise UsageError("the model already belongs to an engine: call load_pretrained before infinity.initialize")
     folder = Path(folder)
-    saved = _saved_tensors(folder)
     targets = _targets(model)
+    saved = converted(model, (name for target in targets for name in target.names), _saved_tensors(folder))
     unmatched = _unmatched(model, targets, saved)
     problems = _misfits(targets, saved)
     if strict:
@@ -135,7 +140,7 @@ def _targets(model: nn.Module) -> list[_Target]:
     return targets
 
 
-def _load_buffer(model: nn.Module, names: Iterable[str], buffer: torch.Tensor, tensor: SavedTensor) -> None:
+def _load_buffer(model: nn.Module, names: Iterable[str], buffer: torch.Tensor, tensor: Saved) -> None:
     """Load a buffer; one on the meta device is replaced under all of its names by one on the CPU."""
     if buffer.is_meta:
         buffer = torch.empty_like(buffer, device="cpu")
@@ -145,7 +150,7 @@ def _load_buffer(model: nn.Module, names: Iterable[str], buffer: torch.Tensor, t
     note_loaded(buffer)
 
 
-def _unmatched(model: nn.Module, targets: Sequence[_Target], saved: Mapping[str, SavedTensor]) -> Unmatched:
+def _unmatched(model: nn.Module, targets: Sequence[_Target], saved: Mapping[str, Saved]) -> Unmatched:
     known = {name for target in targets for name in target.names}
     # Some folders hold buffers that are not in the state_dict.
     known |= {own_name(name) for name, _ in model.named_buffers()}
@@ -153,7 +158,7 @@ def _unmatched(model: nn.Module, targets: Sequence[_Target], saved: Mapping[str,
     return Unmatched([*missing], [name for name in saved if name not in known])
 
 
-def _misfits(targets: Sequence[_Target], saved: Mapping[str, SavedTensor]) -> list[str]:
+def _misfits(targets: Sequence[_Target], saved: Mapping[str, Saved]) -> list[str]:
     problems = []
     for target in {each.names: each for each in targets}.values():
         copies = [saved[name] for name in target.names if name in saved]
@@ -170,7 +175,7 @@ def _misfits(targets: Sequence[_Target], saved: Mapping[str, SavedTensor]) -> li
     return problems
 
 
-def _same(tensors: Sequence[SavedTensor]) -> bool:
+def _same(tensors: Sequence[Saved]) -> bool:
     numel = prod(tensors[0].spec.shape)
     for start in range(0, numel, PART):
         first, *others = (tensor.read(start, min(start + PART, numel)) for tensor in tensors)

@@ -261,13 +261,16 @@ def _twin(module: nn.Module) -> nn.Module | None:
     return twin
 
 
+_TILED = ("infinity.nn.tiling", "infinity.nn.experts")
+
+
 def _tile_alike(twin: nn.Module, model: nn.Module) -> None:
     """Replace the layers of `twin` by tiles where `infinity.nn.tile` has replaced those of `model`."""
     tiled: dict[nn.Module, nn.Module] = {}
     others = dict(twin.named_modules(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):
         # Not by class, since infinity.nn is above this room.
-        counterpart = getattr(module, "counterpart", None) if type(module).__module__ == "infinity.nn.tiling" else None
+        counterpart = getattr(module, "counterpart", None) if type(module).__module__ in _TILED else None
         parent, _, name = path.rpartition(".")
         if counterpart is not None and path in others:
             layer = others[path]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -79,6 +79,16 @@ class UnitParameters(dict[str, Any]):
         self._fetcher.use(unit)
         if not unit.pin_count:
             self._coming.ran(unit)
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether one rank fetches the units, so that its data may decide which."""
+        return self._fetcher.schedule.alone
+
+    def expect(self, modules: Sequence[UnitParameters]) -> None:
+        """Fetch next the units of `modules` that are not held, in order. The trace leaves these uses out."""
+        units = dict.fromkeys(unit.index for each in modules for unit in each._units.values() if not unit.pin_count)
+        self._trace.expect(units)
 
     def _check_held(self, name: str) -> None:
         """Break the graph being traced if the unit is not held: the inputs of a graph stay resident while it runs."""

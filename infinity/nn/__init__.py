@@ -1,5 +1,7 @@
 """Layers and losses."""
 
-from infinity.nn.tiling import TiledLinear, tile
+from infinity.nn.experts import TiledExperts
+from infinity.nn.replace import tile
+from infinity.nn.tiling import TiledLinear
 
-__all__ = ["TiledLinear", "tile"]
+__all__ = ["TiledExperts", "TiledLinear", "tile"]

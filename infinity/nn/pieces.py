@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -12,8 +13,12 @@ import torch
 from torch import nn
 
 from infinity.comm.side import Place
+from infinity.construction.materialize import Source, note_source, source_of
 from infinity.model.added import StateCopies
 from infinity.units.compiled import own_name
+
+MARK = "_is_hf_initialized"
+"""transformers marks modules that it has initialised."""
 
 
 @dataclass(frozen=True)
@@ -179,3 +184,32 @@ def _cut(
         for name, piece in tiles.items():
             tile = value[piece.place] if fits and isinstance(value, torch.Tensor) else value
             state[prefix + name] = tile if fits else module.get_parameter(name)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Reads a part of a flattened parameter from its source. start: the part's first element."""
+
+    source: Source
+    start: int
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return self.source.read(self.start + start, self.start + stop)
+
+
+def view_of(whole: nn.Parameter, piece: Piece) -> nn.Parameter:
+    """Return a parameter that is the piece of `whole`: a view, with its attributes and its source."""
+    # On the meta device tiles share the layer's count of edits (`detach`), by which construction checks that none is
+    # lost. Elsewhere each has its own (`data`): an edit of one tile is none of another.
+    values = whole.detach() if whole.is_meta else whole.data
+    part = nn.Parameter(values[piece.place], whole.requires_grad)
+    part.__dict__.update(vars(whole))
+    source = source_of(whole)
+    if source is not None:
+        assert piece.run is not None
+        note_source(part, _Part(source, piece.run[0]))
+    return part
+
+
+def slices(sizes: Sequence[int]) -> list[slice]:
+    return [slice(stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 
 PARTS = "parts"
@@ -138,6 +138,15 @@ class Tracer:
         self.last: int | None = None
         self.clock = 0
         self.recency: dict[int, int] = {}
+        self._last_recorded: int | None = None
+        self._expected: list[int] = []
+        """Units that the data of this cycle chose to be used next, in order. Their uses are not recorded."""
+        self._coming: list[int] = []
+        """The expected units after the one in use."""
+
+    def expect(self, units: Iterable[int]) -> None:
+        """Note that `units` are used next, in order, and perhaps in no other cycle. The trace continues after them."""
+        self._expected = self._coming = list(units)
 
     def begin(self, kind: str) -> None:
         """Start a new cycle. The previous one becomes the trace of its kind if it deviated from the known trace."""
@@ -162,7 +171,8 @@ class Tracer:
         self._counts = {}
         trace = self._traces.get(kind)
         self._walk = None if trace is None else Walk(trace)
-        self.last = None
+        self.last = self._last_recorded = None
+        self._expected = self._coming = []
 
     def _settle(self) -> None:
         walk = self._walk
@@ -172,17 +182,26 @@ class Tracer:
 
     def touch(self, unit: int) -> bool:
         """Record a use of `unit`. Return False for a consecutive repeat."""
-        self._counts[unit] = self._counts.get(unit, 0) + 1
-        if unit == self.last:
-            return False
-        self.last = unit
-        self.clock += 1
-        self.recency[unit] = self.clock
+        news = unit != self.last
+        if unit in self._expected:
+            self._coming = self._expected[self._expected.index(unit) + 1 :]
+        else:
+            self._expected = self._coming = []
+            self._counts[unit] = self._counts.get(unit, 0) + 1
+            if unit != self._last_recorded:
+                self._record(unit)
+        if news:
+            self.last = unit
+            self.clock += 1
+            self.recency[unit] = self.clock
+        return news
+
+    def _record(self, unit: int) -> None:
+        self._last_recorded = unit
         if len(self._recorded) < LONGEST:
             self._recorded.append(unit)
         if self._walk is not None and not self._walk.follow(unit):
             self._walk = None
-        return True
 
     def known(self, kind: str) -> Trace:
         """Return the trace of `kind`, or the uses recorded so far of its first cycle; may be empty."""
@@ -197,7 +216,12 @@ class Tracer:
         return self._walk is not None
 
     def next_use(self, unit: int) -> float:
-        """Return the number of uses until the next use of `unit`; without a trace, the number since its last (LRU)."""
+        """Return the number of uses until the next use of `unit`; without a trace, the number since its last (LRU).
+
+        Negative for units that are expected, which come before all others.
+        """
+        if unit in self._coming:
+            return self._coming.index(unit) - len(self._coming)
         if self._walk is not None:
             return self._walk.next_use(unit)
         return self.clock - self.recency.get(unit, 0)
@@ -217,8 +241,11 @@ class Tracer:
         return self._walk is not None and not self._walk.uses_again(unit)
 
     def order(self) -> Iterator[int]:
-        """Return the distinct units of the trace in the order of their next uses. Nothing without a trace."""
-        return iter(()) if self._walk is None else iter(self._walk.order)
+        """Return the distinct units in the order of their next uses: those expected, then those of the trace."""
+        known = () if self._walk is None else self._walk.order
+        return (
+            chain(self._coming, (unit for unit in known if unit not in self._coming)) if self._coming else iter(known)
+        )
 
     def by_first_use(self) -> Iterator[int]:
         """Return the units of the trace in the order of their first uses in a cycle. Nothing without a trace."""

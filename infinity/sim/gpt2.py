@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity.errors import ConfigError
 from infinity.inputs import parse_json, read_input
+from infinity.nn import tile
 from infinity.nn.loss import token_cross_entropy
-from infinity.nn.tiling import tile
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from infinity import concurrency
 from infinity.engine.client_optimizer import ClientOptimizer
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, ModelError
+from infinity.nn.experts import ExpertsTile
 from infinity.nn.tiling import LinearTile
 from infinity.observe.ledger import Waited, between
 from infinity.observe.timeline import Sample, StepSpan, chrome_trace
@@ -261,7 +262,7 @@ def _separate_tiles(model: nn.Module) -> None:
     """Give each tile parameters of its own. On the meta device, tiles of `infinity.nn.tile` share their layer's version
     counter, so the update of one tile would count as an edit of all."""
     for tile in model.modules():
-        if isinstance(tile, LinearTile):
+        if isinstance(tile, (LinearTile, ExpertsTile)):
             for name, parameter in tile.named_parameters(recurse=False):
                 own = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
                 own.__dict__.update(vars(parameter))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from infinity.errors import ModelError
-from infinity.nn.tiling import tile
+from infinity.nn import tile
 from infinity.sim.gpt2 import GPT2, GPT2Config
 from support.loops import open_engine, parameters_of
 from support.models import VOCABULARY, Block, Linears, Stack, seeded, token_batches, vector_batches

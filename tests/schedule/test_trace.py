@@ -248,3 +248,35 @@ def test_a_cycle_without_an_end_takes_no_more_memory(monkeypatch: pytest.MonkeyP
     assert len(tracer._recorded) == 10 and len(tracer._counts) == 7
     tracer.end_step()
     assert not tracer.follows and not tracer._traces
+
+
+def test_expected_units_come_first_and_leave_the_trace_as_it_is() -> None:
+    """Each cycle uses other experts (10 to 19) between 1 and 2, and the trace of 0, 1, 2 is followed all the time."""
+    tracer = Tracer()
+    for chosen in ([10, 14], [11], [10, 19, 12]):
+        tracer.begin("eval")
+        known = tracer.follows
+        tracer.touch(0)
+        tracer.touch(1)
+        tracer.expect(chosen)
+        assert list(tracer.upcoming())[: len(chosen)] == chosen
+        assert list(tracer.upcoming())[len(chosen) :] == ([2, 0, 1] if known else [])
+        distances = [tracer.next_use(unit) for unit in (*chosen, 2)]
+        assert (distances == sorted(distances) and len({*distances}) == len(distances)) or not known
+        for unit in chosen:
+            assert tracer.touch(unit) and tracer.last == unit and not tracer.touch(unit)
+        tracer.touch(1)  # the block goes on
+        tracer.touch(2)
+        assert tracer.follows == known
+    assert tracer.known("eval").uses == [0, 1, 2]
+
+
+def test_expected_units_are_forgotten_when_another_is_used() -> None:
+    tracer = Tracer()
+    tracer.begin("eval")
+    tracer.expect([10, 11])
+    tracer.touch(3)
+    assert not list(tracer.upcoming())
+    tracer.touch(10)
+    tracer.begin("eval")
+    assert tracer.known("eval").uses == [3, 10]
