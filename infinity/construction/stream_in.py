@@ -63,12 +63,12 @@ def stream_in(
                 if place is not None and not is_remote(parameter):
                     put(local(parameter).data, place)
             if None in sources and not makes_shard:
-                ranks.broadcast(flat)
+                ranks.broadcast(flat.view(torch.uint8))  # as bytes: not every backend supports every dtype
             read_shard(layout, flat, sources, ranks.shard_rank)
             write(layout, flats)
             for parameter in parameters:
                 plain(parameter)
-            units.append(Unit(layout, list(parameters), device))
+            units.append(Unit(layout, list(parameters), device, members.wrappers))
             unbind(units[-1])
             del flats, flat, room, place
             return_freed_memory()

@@ -29,6 +29,7 @@ from infinity.observe.ledger import Ledger
 from infinity.observe.log import logger, show_by_default
 from infinity.units.compiled import breaks_graphs, eager, own_name, uncompiled
 from infinity.units.released import is_released
+from infinity.units.stored import Wrappers
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -197,12 +198,14 @@ class BaseEngine(ABC):
         """Yield (name, value) of every parameter and persistent buffer, one unit at a time. Collective.
 
         Names are the keys of the model's `state_dict()`. Values are unsharded on every rank, in host memory, in the
-        dtype that the model computes in. Tiles of a layer are yielded as one tensor.
+        dtype that the model computes in. Tiles of a layer are yielded as one tensor, and inner tensors of a tensor
+        subclass as one of that class.
         """
         self.begin_together(Operation.READ_STATE_DICT)
         self.settle()
         pieces, assembly = Pieces(self.module), Assembly()
         found: dict[int, list[Piece]] = {}
+        wrappers = Wrappers(self.module)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             found.setdefault(id(parameter), []).append(pieces.of(own_name(name), parameter))
         for unit in self.units:
@@ -210,7 +213,10 @@ class BaseEngine(ABC):
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 local = flat[slot.offset : slot.stop].view(slot.shape).clone()
                 value = self.ranks.model.whole(parameter, local)
-                yield from assembly.add(found.get(id(parameter), [Piece(slot.name, slot.shape)]), value)
+                if parameter in wrappers:
+                    yield from wrappers.add(parameter, value)
+                else:
+                    yield from assembly.add(found.get(id(parameter), [Piece(slot.name, slot.shape)]), value)
         aliases = aliases_of_buffers(self.module)
         for name, buffer in persistent_buffers(self.module).items():
             value = buffer.detach().cpu().clone()

@@ -69,7 +69,7 @@ def restoring(parts: EngineParts, *, everything: bool) -> Callable[[], None]:
 
     def restore() -> None:
         for unit, tensors in zip(parts.units, values, strict=True):
-            released.restore(unit.parameters)
+            released.restore(unit)
             for parameter, tensor in zip(unit.parameters, tensors, strict=True):
                 set_local(parameter, tensor)
 

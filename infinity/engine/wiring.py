@@ -27,6 +27,7 @@ from infinity.engine.platform import MACHINE, Platform
 from infinity.engine.precision import warn_of_emulation
 from infinity.engine.profile import Profiler
 from infinity.engine.runner import Runner
+from infinity.engine.supported import check_wrappers
 from infinity.engine.training_runner import TrainingRunner
 from infinity.errors import ConfigError
 from infinity.grads.buffers import GradBuffers
@@ -96,6 +97,7 @@ def plan_model(
             'it, and set infinity.activations.device to "cpu" or "nvme" to keep them off the device'
         )
     compute = dtype or compute_dtype(config)
+    check_wrappers(model, compute)
     if ranks.is_main_rank:
         warn_of_emulation(config, compute, device.torch_device)
     info = device.info

@@ -31,12 +31,13 @@ class Member:
 
 @dataclass(frozen=True)
 class DiscoveredUnit:
-    """Parameters of one dtype, all trainable or all frozen."""
+    """Parameters of one dtype, all trainable or all frozen. keeps: they have this dtype in every engine."""
 
     name: str
     dtype: torch.dtype
     trainable: bool
     members: tuple[Member, ...]
+    keeps: bool = False
 
 
 @dataclass(frozen=True)

@@ -298,6 +298,7 @@ def lay_out(
     layouts: list[UnitLayout] = []
     for index, unit in enumerate(discovered.units):
         first = layouts[-1].end if layouts else 0
-        own = trained_dtype(unit.members[0].name, unit.dtype, dtype, trainable=unit.trainable)
+        wanted = None if unit.keeps else dtype
+        own = trained_dtype(unit.members[0].name, unit.dtype, wanted, trainable=unit.trainable)
         layouts.append(layout_unit(index, unit.name, unit.members, own, unit.trainable, shards, first, norm_of=norm_of))
     return tuple(layouts)
