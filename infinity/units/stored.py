@@ -7,7 +7,7 @@ tensors, so that a fetch fills the wrapper [Note: parameters of inner tensors].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -101,7 +101,7 @@ class Shell:
         with torch._C.DisableTorchFunctionSubclass():
             size, stride = wrapper.size(), wrapper.stride()
         shells = {name: cls.of(part) if is_wrapper(part) else None for name, part in parts.items()}
-        kind = type(wrapper)
+        kind = type(wrapper)  # or the type that fetches
         return cls(getattr(kind, "_kind", kind), context, size, stride, shells)
 
     def around(self, tensors: Mapping[str, torch.Tensor], prefix: str = "") -> torch.Tensor:
@@ -112,6 +112,15 @@ class Shell:
         }
         whole: torch.Tensor = self.kind.__tensor_unflatten__(parts, self.context, self.size, self.stride)
         return whole
+
+
+def follow_device(wrappers: Iterable[nn.Parameter]) -> None:
+    """Give wrappers the device of their inner tensors, which have been moved, and keep the objects."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for wrapper in wrappers:
+            tensors = dict(inner(wrapper))
+            if any(tensor.device != wrapper.device for tensor in tensors.values()):
+                wrapper.data = Shell.of(wrapper).around(tensors)  # replaces what torch knows, and no attribute
 
 
 class Wrappers:
@@ -141,5 +150,7 @@ class Wrappers:
 
 
 def _flatten(wrapper: Any) -> tuple[list[str], Any]:
-    names, context = wrapper.__tensor_flatten__()
+    # It may ask for sizes and strides, for which the type of a released parameter would fetch.
+    with torch._C.DisableTorchFunctionSubclass():
+        names, context = wrapper.__tensor_flatten__()
     return names, context

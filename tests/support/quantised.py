@@ -21,7 +21,7 @@ class Rows(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Rows:
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)  # type: ignore[attr-defined]
         made.codes, made.scale = codes, scale
         return made  # type: ignore[no-any-return]
 
@@ -58,7 +58,7 @@ class Columns(torch.Tensor):
 
     @staticmethod
     def __new__(cls, rows: Rows) -> Columns:
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, tuple(reversed(rows.shape)), dtype=rows.dtype)  # type: ignore[attr-defined]
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, tuple(reversed(rows.shape)), dtype=rows.dtype, device=rows.device)  # type: ignore[attr-defined]
         made.rows = rows
         return made  # type: ignore[no-any-return]
 
@@ -123,4 +123,13 @@ def adapted(
     model.to(dtype)
     for layer in model.layers:
         layer.base.weight = nn.Parameter(quantise(layer.base.weight.detach()), requires_grad=False)  # type: ignore[union-attr]
+    return model
+
+
+def dequantised(*options: Any) -> Linears:
+    """Return the model of `adapted` with ordinary parameters of the same values."""
+    model = adapted(*options)
+    for layer in model.layers:
+        weight: torch.Tensor = layer.base.weight  # type: ignore[assignment,union-attr]
+        layer.base.weight = nn.Parameter(weight.dequantize(), requires_grad=False)  # type: ignore[union-attr]
     return model
