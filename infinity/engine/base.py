@@ -23,6 +23,7 @@ from infinity.engine.precision import ForwardPrecision, cast_buffers
 from infinity.engine.restore import end_collected, restoring
 from infinity.errors import RanksError, StorageError, UsageError
 from infinity.interrupts import ForcedInterrupt
+from infinity.model import bitsandbytes
 from infinity.model.hooks import ModelHooks
 from infinity.nn.pieces import Assembly, Piece, Pieces
 from infinity.observe.ledger import Ledger
@@ -275,6 +276,7 @@ class BaseEngine(ABC):
             self.parts.ranks.close()
         if healthy:
             restored()
+            bitsandbytes.restore(self.module)
 
     def _finish(self) -> None:  # noqa: B027 - inference changes nothing
         """Execute pending updates, so that all units can be released."""

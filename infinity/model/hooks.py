@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from infinity.comm.dtensor import unwrapped
 from infinity.errors import UsageError
+from infinity.model import bitsandbytes
 from infinity.model.added import StateCopies
 from infinity.model.backward import ComingGradients, Engine
 from infinity.units import binding, residents
@@ -161,6 +162,7 @@ class ModelHooks:
             put = functools.partial(self._copies.put)  # a partial accepts the attributes that torch sets on a hook
             self._handles.append(module.register_state_dict_post_hook(put))
             self._handles.append(module.register_load_state_dict_pre_hook(self._refuse_state))
+        self._handles += bitsandbytes.follow(model)
         self._forwards: list[tuple[nn.Module, Any, Any]] = []
         for module in dict.fromkeys([model, *units_of_module]):
             self._wrap_forward(module, units_of_module.get(module, []))

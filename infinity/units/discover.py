@@ -20,7 +20,7 @@ from torch import nn
 from infinity.comm.dtensor import local
 from infinity.plan.layout import Discovered, DiscoveredUnit, Member, UnitLayout
 from infinity.units.compiled import own_name, uncompiled
-from infinity.units.stored import Stored, named_stored, stored
+from infinity.units.stored import Stored, is_wrapper, named_stored, stored
 
 
 def held_together(model: nn.Module, needed: Mapping[nn.Module, Sequence[int]]) -> set[frozenset[int]]:
@@ -112,7 +112,7 @@ class _Walk:
         return sum(local(each.tensor).numel() * self._width(each) for each in unclaimed)
 
     def _width(self, each: Stored) -> int:
-        return each.tensor.element_size() if each.is_inner else self.width or each.tensor.element_size()
+        return each.tensor.element_size() if each.keeps_dtype else self.width or each.tensor.element_size()
 
     def claim(self, module: nn.Module, prefix: str, recurse: bool) -> list[Stored]:
         found = []
@@ -210,7 +210,7 @@ def _split(root: str, members: list[Stored], compute: torch.dtype | None) -> Ite
     # A unit is one flat tensor with one optimizer, so dtypes and frozen parameters are apart.
     for each in members:
         dtype = each.tensor.dtype
-        keeps = each.is_inner and dtype.is_floating_point and compute not in (None, dtype)
+        keeps = each.keeps_dtype and dtype.is_floating_point and compute not in (None, dtype)
         kinds.setdefault((each.tensor.requires_grad, dtype, keeps), []).append(each)
     for position, ((trainable, dtype, keeps), entries) in enumerate(kinds.items()):
         kind = "trainable" if trainable else "inner" if keeps else "frozen"
@@ -220,7 +220,7 @@ def _split(root: str, members: list[Stored], compute: torch.dtype | None) -> Ite
             root=root,
             names=tuple(own_name(each.name) for each in entries),
             parameters=tuple(each.tensor for each in entries),  # type: ignore[misc]
-            wrappers=tuple(dict.fromkeys(each.parameter for each in entries if each.is_inner)),
+            wrappers=tuple(dict.fromkeys(each.parameter for each in entries if is_wrapper(each.parameter))),
             keeps=keeps,
         )
 

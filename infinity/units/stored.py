@@ -27,9 +27,9 @@ class Stored(NamedTuple):
     parameter: nn.Parameter
 
     @property
-    def is_inner(self) -> bool:
-        """True for an inner tensor, whose dtype belongs to the format of its wrapper."""
-        return self.tensor is not self.parameter
+    def keeps_dtype(self) -> bool:
+        """True for codes and scales, whose dtype belongs to their format. False: an engine may convert the tensor."""
+        return self.tensor is not self.parameter or _absmax(self.parameter) is not None
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
@@ -48,10 +48,27 @@ def inner(wrapper: torch.Tensor, prefix: str = "") -> Iterator[tuple[str, torch.
 
 
 def stored(parameter: nn.Parameter, name: str = "") -> list[Stored]:
-    """Return the tensors that are stored for `parameter`, called `name` in the model."""
-    if not is_wrapper(parameter):
-        return [Stored(name, parameter, parameter)]
-    return [Stored(f"{name}.{path}", tensor, parameter) for path, tensor in inner(parameter)]
+    """Return the tensors that are stored for `parameter`, called `name` in the model.
+
+    These are the parameter, or a wrapper's inner tensors; with a weight of bitsandbytes in 4 bits, its scales too.
+    """
+    if is_wrapper(parameter):
+        return [Stored(f"{name}.{path}", tensor, parameter) for path, tensor in inner(parameter)]
+    found, scales = [Stored(name, parameter, parameter)], _absmax(parameter)
+    if scales is not None:
+        found.append(Stored(f"{name}.{_ABSMAX}", scales, parameter))
+    return found
+
+
+_ABSMAX = "absmax"
+
+
+def _absmax(parameter: Any) -> torch.Tensor | None:
+    """Return the scales of bitsandbytes' `Params4bit`, an attribute that grows with the weight; None for others."""
+    if is_plain(parameter):
+        return None
+    scales = getattr(getattr(parameter, "quant_state", None), _ABSMAX, None)
+    return scales if isinstance(scales, torch.Tensor) and not is_wrapper(scales) else None
 
 
 def named_stored(model: nn.Module, prefix: str = "", **options: bool) -> Iterator[Stored]:
