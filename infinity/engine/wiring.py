@@ -33,7 +33,6 @@ from infinity.errors import ConfigError
 from infinity.grads.buffers import GradBuffers
 from infinity.grads.collector import GradCollector
 from infinity.grads.store import GradStore
-from infinity.model import bitsandbytes
 from infinity.model.aliases import check_aliases
 from infinity.model.backward import BackwardTracker, ComingGradients, Engine
 from infinity.model.saved import SavedTensors, Scope
@@ -136,7 +135,6 @@ def assemble(
     Collective: ranks compare `planned.common` before anything is allocated.
     """
     plan = planned.plan
-    bitsandbytes.prepare(model, device.torch_device)
     check_aliases(model)
     platform.prepare(model)
     ranks.check_consistent(planned.common)

@@ -44,7 +44,7 @@ _STEPS = 2
 
 
 def prepare(model: nn.Module, device: torch.device) -> None:
-    """Let no layer of `model` refer to the memory of its weight. Small constants move to `device`."""
+    """Let no layer of `model` refer to the memory of its weight, and move tables to `device`."""
     for module in _layers(model, "Linear8bitLt"):
         weight, state = module.weight, module.state
         if weight.dtype != torch.int8:
@@ -53,8 +53,7 @@ def prepare(model: nn.Module, device: torch.device) -> None:
             module.init_8bit_state()  # as in the first forward
         if state.CB is not None:
             state.CB = Codes.of(weight)
-        if state.SCB is not None:
-            state.SCB = state.SCB.to(device)
+        weight.SCB = state.SCB  # units store it with the weight (`infinity.units.stored`)
     for module in _layers(model, "Linear4bit"):
         weight = module.weight
         state = getattr(weight, "quant_state", None)
@@ -64,10 +63,16 @@ def prepare(model: nn.Module, device: torch.device) -> None:
             layers: Any = sys.modules["bitsandbytes.nn.modules"]
             weight.data, weight.quant_state = layers._convert_weight_packed_for_cpu_inverse(weight.data, state)
             module.quant_state = state = weight.quant_state
-        for part, name in ((state, "code"), (state, "offset"), (state.state2, "absmax"), (state.state2, "code")):
-            value = getattr(part, name, None)
-            if isinstance(value, torch.Tensor):
-                setattr(part, name, value.to(device))
+        for part in (state, state.state2):
+            if part is not None:
+                part.code = part.code.to(device)
+
+
+def restore(model: nn.Module) -> None:
+    """Undo `prepare` for layers whose weights have values."""
+    for module in _layers(model, "Linear8bitLt"):
+        if isinstance(module.state.CB, Codes) and not is_released(module.weight):
+            module.state.CB = module.weight.data
 
 
 def follow(model: nn.Module) -> Iterator[Any]:
@@ -79,13 +84,6 @@ def follow(model: nn.Module) -> Iterator[Any]:
     for module in _layers(model, "Linear4bit"):
         yield module.register_forward_hook(_keep_parameter)
         yield _Unpacked(module)
-
-
-def restore(model: nn.Module) -> None:
-    """Undo `prepare` for layers whose weights have their values again."""
-    for module in _layers(model, "Linear8bitLt"):
-        if isinstance(module.state.CB, Codes) and not is_released(module.weight):
-            module.state.CB = module.weight.data
 
 
 def _show_values(module: Any, args: Any) -> None:

@@ -29,7 +29,7 @@ class Stored(NamedTuple):
     @property
     def keeps_dtype(self) -> bool:
         """True for codes and scales, whose dtype belongs to their format. False: an engine may convert the tensor."""
-        return self.tensor is not self.parameter or _absmax(self.parameter) is not None
+        return self.tensor is not self.parameter or bool(_statistics(self.parameter))
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
@@ -50,25 +50,30 @@ def inner(wrapper: torch.Tensor, prefix: str = "") -> Iterator[tuple[str, torch.
 def stored(parameter: nn.Parameter, name: str = "") -> list[Stored]:
     """Return the tensors that are stored for `parameter`, called `name` in the model.
 
-    These are the parameter, or a wrapper's inner tensors; with a weight of bitsandbytes in 4 bits, its scales too.
+    These are the parameter, or a wrapper's inner tensors; with a quantised weight of bitsandbytes, its scales too.
     """
     if is_wrapper(parameter):
         return [Stored(f"{name}.{path}", tensor, parameter) for path, tensor in inner(parameter)]
-    found, scales = [Stored(name, parameter, parameter)], _absmax(parameter)
-    if scales is not None:
-        found.append(Stored(f"{name}.{_ABSMAX}", scales, parameter))
-    return found
+    scales = _statistics(parameter)
+    return [
+        Stored(name, parameter, parameter),
+        *(Stored(f"{name}.{path}", tensor, parameter) for path, tensor in scales.items()),
+    ]
 
 
-_ABSMAX = "absmax"
+def _statistics(parameter: Any) -> dict[str, torch.Tensor]:
+    """Return the scales of a quantised weight of bitsandbytes, attributes without which its codes have no meaning.
 
-
-def _absmax(parameter: Any) -> torch.Tensor | None:
-    """Return the scales of bitsandbytes' `Params4bit`, an attribute that grows with the weight; None for others."""
+    Keys are the names of its state_dict, as far as that has them.
+    """
     if is_plain(parameter):
-        return None
-    scales = getattr(getattr(parameter, "quant_state", None), _ABSMAX, None)
-    return scales if isinstance(scales, torch.Tensor) and not is_wrapper(scales) else None
+        return {}
+    found, state = {"SCB": getattr(parameter, "SCB", None)}, getattr(parameter, "quant_state", None)
+    if state is not None:
+        found["absmax"] = getattr(state, "absmax", None)
+        if (nested := getattr(state, "state2", None)) is not None:
+            found |= {"nested_absmax": nested.absmax, "nested_offset": state.offset}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor) and not value.is_meta}
 
 
 def named_stored(model: nn.Module, prefix: str = "", **options: bool) -> Iterator[Stored]:
