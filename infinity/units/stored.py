@@ -33,8 +33,13 @@ class Stored(NamedTuple):
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` consists of inner tensors that it names. A `DTensor` has a path of its own."""
-    return not is_plain(tensor) and not is_distributed(tensor) and is_traceable_wrapper_subclass(tensor)
+    """Return whether `tensor` consists of inner tensors that it names, and is not ragged (nested) or sparse.
+
+    A `DTensor` has a path of its own.
+    """
+    if is_plain(tensor) or is_distributed(tensor) or not is_traceable_wrapper_subclass(tensor):
+        return False
+    return tensor.layout is torch.strided
 
 
 def inner(wrapper: torch.Tensor, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:

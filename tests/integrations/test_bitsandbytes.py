@@ -127,19 +127,19 @@ def test_scales_are_stored_with_their_weight(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_runs_in_inference(packed: bool, kind: str, param: str) -> None:
-    """Results are those of the layout in which weights are stored, also where a forward had packed them for the CPU."""
+    """Results are those of the layout in which weights are stored, also where a forward had packed them for the CPU.
 
-    def unpacked() -> nn.Module:
-        model = seeded(partial(quantised, kind)).eval()
-        for each in model.layers:
-            each.base.support_avx512bf16_for_cpu = False  # type: ignore[union-attr]
-        return model
-
-    model = seeded(partial(quantised, kind)).eval()
+    Packing rounds the scales, so a reference is packed and unpacked too (`state_dict` unpacks).
+    """
+    model, reference = (seeded(partial(quantised, kind)).eval() for _ in range(2))
     with torch.no_grad():
-        expected = unpacked()(*BATCHES[0])
         if packed:
             model(*BATCHES[0])
+            reference(*BATCHES[0])
+            reference.state_dict()
+        for each in reference.layers:
+            each.base.support_avx512bf16_for_cpu = False  # type: ignore[union-attr]
+        expected = reference(*BATCHES[0])
         with infinity.init_inference(model, engine_config(param, prefetch_bytes=0), device=CpuDevice()) as engine:
             for _ in range(2):
                 assert torch.equal(engine(*BATCHES[0]), expected)
