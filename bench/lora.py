@@ -75,7 +75,8 @@ def random_nf4(linear: nn.Linear) -> nn.Module:
     import torch
 
     rows, width, numel = linear.out_features, linear.in_features, linear.out_features * linear.in_features
-    made = bnb.nn.Linear4bit(width, rows, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta")
+    how: dict[str, Any] = {"compute_dtype": torch.bfloat16, "quant_type": "nf4", "device": "meta"}
+    made: nn.Module = bnb.nn.Linear4bit(width, rows, bias=False, **how)
     sample = torch.empty(BLOCK, dtype=torch.bfloat16).normal_(0, 0.02)
     _, state = bnb.functional.quantize_4bit(sample, compress_statistics=True, quant_type="nf4")
     state.shape, times = torch.Size((rows, width)), math.ceil(numel / BLOCK)
@@ -195,9 +196,10 @@ def beside_plain(args: argparse.Namespace, base: str) -> dict[str, list[float]]:
     torch.manual_seed(0)
     model = make_model(small, base)
     plain, found = copy.deepcopy(model), dict[str, list[float]](engine=[], plain=[])
-    for parameter in plain.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.bfloat16()
+    trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+    masters = [parameter.detach().clone().float() for parameter in trained]  # as the engine's: peft's adapters are fp32
+    for parameter in trained:
+        parameter.data = parameter.data.bfloat16()
     tokens = torch.randint(0, 32000, (1, small.sequence))
     engine, *_ = infinity.initialize(model=model, config=config_of(small) | {"infinity": {"prefetch_bytes": 0}})
     with engine:
@@ -206,13 +208,12 @@ def beside_plain(args: argparse.Namespace, base: str) -> dict[str, list[float]]:
             engine.backward(loss)
             engine.step()
             found["engine"].append(loss.item())
-    trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
-    masters = [parameter.detach().float() for parameter in trained]
-    optimizer = torch.optim.AdamW(masters, lr=2e-4, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(masters, lr=2e-4)
     for _ in range(WARM_UP + args.steps):
         loss = plain(input_ids=tokens, labels=tokens).loss
         loss.backward()
         for parameter, master in zip(trained, masters, strict=True):
+            assert parameter.grad is not None
             master.grad, parameter.grad = parameter.grad.float(), None
         optimizer.step()
         for parameter, master in zip(trained, masters, strict=True):

@@ -64,7 +64,9 @@ def rows_of(result: Result) -> str:
         "written in a step, GB": [f"{run['written'] / 1e9:.2f}" for run in runs],
         "step, s": [f"{seconds(run):.1f}" for run in runs],
         "bytes read ÷ the drive's rate, s": [f"{drive_seconds(run):.1f}" for run in runs],
-        "drive, read, before and after, GB/s": [", ".join(f"{rate / 1e9:.2f}" for rate in run["rates"]) for run in runs],
+        "drive, read, before and after, GB/s": [
+            ", ".join(f"{rate / 1e9:.2f}" for rate in run["rates"]) for run in runs
+        ],
         "construction, s": [f"{run['construction']['seconds']:.0f}" for run in runs],
         "losses": [", ".join(f"{step['loss']:.4f}" for step in run["steps"]) for run in runs],
     }

@@ -315,7 +315,7 @@ def _start_updates(engine: BaseEngine) -> None:
 def _stored(params: Iterable[Any]) -> Iterator[Any]:
     """Yield the parameters, with the inner tensors of wrappers in their place."""
     for param in params:
-        yield from (each.tensor for each in stored(param)) if isinstance(param, torch.Tensor) else [param]
+        yield from (each.tensor for each in stored(param)) if isinstance(param, nn.Parameter) else [param]
 
 
 def _find(param: Any) -> tuple[BaseEngine, Unit, int] | None:

@@ -70,8 +70,7 @@ def _check_wrapper(name: str, parameter: nn.Parameter) -> None:
     if reason := problem_of(parameter):
         kind = f"{type(parameter).__module__}.{type(parameter).__qualname__}"
         raise ModelError(
-            f"parameter {name} is a {kind} that {reason}; or replace it by "
-            f"{_conversion_of(parameter).format(name)}"
+            f"parameter {name} is a {kind} that {reason}; or replace it by {_conversion_of(parameter).format(name)}"
         )
 
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from infinity.units.released import is_released
 from infinity.units.unit import placeholder
 
+
 class Codes(torch.Tensor):
     """Stands for the values of a weight: each operation reads the Parameter, which fetches its unit."""
 
@@ -28,7 +29,7 @@ class Codes(torch.Tensor):
     @classmethod
     def of(cls, weight: nn.Parameter) -> Codes:
         shape, device = tuple(weight.shape), weight.device
-        made: Any = torch.Tensor._make_subclass(cls, placeholder(shape, weight.dtype, device))  # type: ignore[attr-defined]
+        made: Any = torch.Tensor._make_subclass(cls, placeholder(shape, weight.dtype, device))
         made._weight = weight
         return made  # type: ignore[no-any-return]
 
@@ -107,7 +108,7 @@ class _Unpacked:
 
 def _keep_parameter(module: nn.Module, args: Any, output: Any) -> None:
     """Put the Parameter on the context of the function that made `output`. A forward hook."""
-    node = getattr(output, "grad_fn", None)
+    node: Any = getattr(output, "grad_fn", None)
     for _ in range(_STEPS):
         if node is None or type(node).__name__ == _FUNCTION:
             break

@@ -157,7 +157,7 @@ class _WrapperReference:
 
     __slots__ = ("inner", "shell")
 
-    def __init__(self, shell: Shell, inner: dict[str, _Reference | Alias]) -> None:
+    def __init__(self, shell: Shell, inner: dict[str, Any]) -> None:
         self.shell, self.inner = shell, inner
 
     @classmethod

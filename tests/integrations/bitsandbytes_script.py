@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from trainer_script import auto, on_nvme, trained, trainer
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, set_seed
-from trl_script import config as sft_config
-from trl_script import run as sft
+from trl_script import config as sft_config, run as sft
 
 KINDS: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
@@ -96,7 +95,12 @@ def int8(folder: Path) -> Any:
 
 def trl(folder: Path) -> Any:
     """SFTTrainer casts adapters on a base in 4 bits to bf16, so the engine has to compute in bf16 too."""
-    options = {"peft_config": LoraConfig(**ADAPTER), "gradient_checkpointing": True, "bf16": True, "learning_rate": 1e-3}
+    options = {
+        "peft_config": LoraConfig(**ADAPTER),
+        "gradient_checkpointing": True,
+        "bf16": True,
+        "learning_rate": 1e-3,
+    }
     return [
         sft(folder, deepspeed, model=base(folder, "nf4"), **options)
         for deepspeed in (None, *(sft_config(stage) | {"bf16": {"enabled": "auto"}} for stage in (2, 3)))
@@ -110,7 +114,9 @@ def wide(folder: Path) -> Any:
 
 def ranks(folder: Path) -> Any:
     assert os.environ["WORLD_SIZE"] == "2"
-    return [[trained(trainer(folder, config, adapted(folder, kind))) for config in (auto(2), auto(3))] for kind in KINDS]
+    return [
+        [trained(trainer(folder, config, adapted(folder, kind))) for config in (auto(2), auto(3))] for kind in KINDS
+    ]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 for library in ("bitsandbytes", "trl", "datasets", "peft"):
     pytest.importorskip(library, reason="make test-integrations installs it")
@@ -114,7 +113,10 @@ def test_scales_are_stored_with_their_weight(kind: str, tmp_path: Path) -> None:
             name = "layers.0.base.weight.absmax"
             assert torch.equal(engine.state_dict()[name], expected.layers[0].base.weight.quant_state.absmax)
         for name, value in model.state_dict().items():
-            assert torch.equal((value + 0).view(-1), (expected.state_dict()[name] + 0).view(-1)) or value.is_floating_point()
+            assert (
+                torch.equal((value + 0).view(-1), (expected.state_dict()[name] + 0).view(-1))
+                or value.is_floating_point()
+            )
         engine.save_checkpoint(tmp_path / "saved")
     other: Any = seeded(partial(quantised, kind), 1)
     with open_engine(other, engine_config(folder=tmp_path)) as engine:

@@ -8,13 +8,13 @@ import pytest
 
 from multirank import wrapper_cases as cases
 from support.beside import assert_like
-from support.loops import assert_close, Result, plain
 from support.models import seeded, vector_batches
 from support.ranks import Group
 
 
 @pytest.mark.parametrize(
-    "stage, param, optim", [(0, "none", "none"), (1, "none", "cpu"), (2, "none", "nvme"), (3, "cpu", "cpu"), (3, "nvme", "nvme")]
+    "stage, param, optim",
+    [(0, "none", "none"), (1, "none", "cpu"), (2, "none", "nvme"), (3, "cpu", "cpu"), (3, "nvme", "nvme")],
 )
 def test_train_like_dequantised_weights(pair: Group, stage: int, param: str, optim: str, tmp_path: Path) -> None:
     """Both ranks end with the same bits, which ordinary weights have too, and a checkpoint of both is whole."""

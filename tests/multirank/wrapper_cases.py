@@ -41,5 +41,8 @@ def generated(rank: int, *, folder: str) -> bool:
     batches = vector_batches(2, seed=rank)
     expected = [seeded(MAKERS["quantised"])(*batch) for batch in batches]
     config = engine_config(folder=folder, prefetch_bytes=0)
-    with infinity.init_inference(seeded(MAKERS["quantised"], rank), config, device=CpuDevice()) as engine, torch.no_grad():
+    with (
+        infinity.init_inference(seeded(MAKERS["quantised"], rank), config, device=CpuDevice()) as engine,
+        torch.no_grad(),
+    ):
         return all(torch.equal(engine(*batch), value) for batch, value in zip(batches, expected, strict=True))

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from support.models import Linears
 
@@ -58,7 +58,9 @@ class Columns(torch.Tensor):
 
     @staticmethod
     def __new__(cls, rows: Rows) -> Columns:
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, tuple(reversed(rows.shape)), dtype=rows.dtype, device=rows.device)  # type: ignore[attr-defined]
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(reversed(rows.shape)), dtype=rows.dtype, device=rows.device
+        )  # type: ignore[attr-defined]
         made.rows = rows
         return made  # type: ignore[no-any-return]
 
