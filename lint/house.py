@@ -33,7 +33,7 @@ COMMENTS = "own-line comments in " + ", ".join(COMMENTED) + ", per 1,000 lines"
 
 # Limits follow improvements; a commit that loosens one gives the reason.
 LIMITS: dict[str, int] = {
-    ASSIGNED: 25,
+    ASSIGNED: 38,
     CALLABLES: 0,
     JOB_FIELDS: 0,
     LINES: 54_041,

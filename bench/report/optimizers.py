@@ -23,9 +23,8 @@ def loop_of(result: Result, kind: str) -> str:
 def ratio(result: Result, kind: str) -> float:
     """Return the time of a step of `kind` over that of its plain loop."""
     pairs = zip(result["runs"][kind], result["runs"][loop_of(result, kind)], strict=True)
-    return statistics.median(
-        statistics.median(one["seconds"]) / statistics.median(other["seconds"]) for one, other in pairs
-    )
+    medians = [[statistics.median(run["seconds"]) for run in pair] for pair in pairs]
+    return float(statistics.median(one / other for one, other in medians))
 
 
 def engines(result: Result) -> list[str]:

@@ -146,7 +146,7 @@ class Loading:
         """
         saved = self.index.parameters
         expected = {
-            self._pieces[slot.name].name: (self._pieces[slot.name].shape, unit.layout.trainable)
+            self._pieces[slot.name].name: (self._pieces[slot.name].shape, unit.layout)
             for unit in self._parts.units
             for slot in unit.layout.slots
         }
@@ -154,7 +154,7 @@ class Loading:
         if strict:
             problems = [f"{name} is in the model only" for name in expected if name not in saved]
             problems += [f"{name} is in the checkpoint only" for name in saved if name not in expected]
-        for name, (shape, trainable) in expected.items():
+        for name, (shape, layout) in expected.items():
             entry = saved.get(name)
             if entry is None:
                 continue
@@ -162,9 +162,11 @@ class Loading:
                 problems.append(
                     f"{name} has shape {list(shape)} in the model and {list(entry.shape)} in the checkpoint"
                 )
-            elif self._optimizer and entry.trainable != trainable:
+            elif not _converts(entry.torch_dtype, layout.dtype):
+                problems.append(f"{name} is {layout.dtype} in the model and {entry.torch_dtype} in the checkpoint")
+            elif self._optimizer and entry.trainable != layout.trainable:
                 problems.append(
-                    f"{name} is {'trained' if trainable else 'frozen'} in the model and not so in the checkpoint"
+                    f"{name} is {'trained' if layout.trainable else 'frozen'} in the model and not so in the checkpoint"
                 )
         if problems:
             shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
@@ -235,3 +237,8 @@ def match_buffers(
                 f"{buffers[name].dtype}"
             )
     return [(buffers[name], value) for name, value in values.items()]
+
+
+def _converts(saved: torch.dtype, present: torch.dtype) -> bool:
+    """Return whether values in `saved` may be rounded to `present`: codes of a quantised parameter may not."""
+    return saved == present or all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in (saved, present))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from infinity.tiers.memory import return_freed_memory
 from infinity.units.binding import unbind
 from infinity.units.discover import UnitParameters
 from infinity.units.states import Flats, UnitStates
+from infinity.units.stored import follow_device
 from infinity.units.unit import Unit
 
 
@@ -63,16 +65,17 @@ def stream_in(
                 if place is not None and not is_remote(parameter):
                     put(local(parameter).data, place)
             if None in sources and not makes_shard:
-                ranks.broadcast(flat)
+                ranks.broadcast(flat.view(torch.uint8))  # as bytes: not every backend supports every dtype
             read_shard(layout, flat, sources, ranks.shard_rank)
             write(layout, flats)
             for parameter in parameters:
                 plain(parameter)
-            units.append(Unit(layout, list(parameters), device))
+            units.append(Unit(layout, list(parameters), device, members.wrappers))
             unbind(units[-1])
             del flats, flat, room, place
             return_freed_memory()
     check_kept(model)
+    follow_device(chain(*(unit.wrappers for unit in units)))
     return units
 
 

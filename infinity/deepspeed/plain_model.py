@@ -77,5 +77,5 @@ def _leave_engines(model: nn.Module) -> None:
         engine.close()
     for parameter in model.parameters():
         if released.is_released(parameter):
-            released.restore([parameter])
+            released.restore_types([parameter])
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype)

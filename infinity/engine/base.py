@@ -23,12 +23,14 @@ from infinity.engine.precision import ForwardPrecision, cast_buffers
 from infinity.engine.restore import end_collected, restoring
 from infinity.errors import RanksError, StorageError, UpdateError, UsageError
 from infinity.interrupts import ForcedInterrupt
+from infinity.model import bitsandbytes
 from infinity.model.hooks import ModelHooks
 from infinity.nn.pieces import Assembly, Piece, Pieces
 from infinity.observe.ledger import Ledger
 from infinity.observe.log import logger, show_by_default
 from infinity.units.compiled import breaks_graphs, eager, own_name, uncompiled
 from infinity.units.released import is_released
+from infinity.units.stored import Wrappers
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -214,12 +216,14 @@ class BaseEngine(ABC):
         """Yield (name, value) of every parameter and persistent buffer, one unit at a time. Collective.
 
         Names are the keys of the model's `state_dict()`. Values are unsharded on every rank, in host memory, in the
-        dtype that the model computes in. Tiles of a layer are yielded as one tensor.
+        dtype that the model computes in. Tiles of a layer are yielded as one tensor, and inner tensors of a tensor
+        subclass as one of that class.
         """
         self.begin_together(Operation.READ_STATE_DICT)
         self.settle()
         pieces, assembly = Pieces(self.module), Assembly()
         found: dict[int, list[Piece]] = {}
+        wrappers = Wrappers(self.module)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             found.setdefault(id(parameter), []).append(pieces.of(own_name(name), parameter))
         for unit in self.units:
@@ -227,7 +231,10 @@ class BaseEngine(ABC):
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 local = flat[slot.offset : slot.stop].view(slot.shape).clone()
                 value = self.ranks.model.whole(parameter, local)
-                yield from assembly.add(found.get(id(parameter), [Piece(slot.name, slot.shape)]), value)
+                if parameter in wrappers:
+                    yield from wrappers.add(parameter, value)
+                else:
+                    yield from assembly.add(found.get(id(parameter), [Piece(slot.name, slot.shape)]), value)
         aliases = aliases_of_buffers(self.module)
         for name, buffer in persistent_buffers(self.module).items():
             value = buffer.detach().cpu().clone()
@@ -287,6 +294,7 @@ class BaseEngine(ABC):
             self.parts.ranks.close()
         if healthy:
             restored()
+            bitsandbytes.restore(self.module)
 
     def _finish(self) -> None:  # noqa: B027 - inference changes nothing
         """Execute pending updates, so that all units can be released."""

@@ -32,6 +32,7 @@ from infinity.tier_kind import TierKind
 from infinity.units.binding import adopt_assigned
 from infinity.units.buffers import EXTRA
 from infinity.units.states import Flats
+from infinity.units.stored import is_wrapper, stored
 from infinity.units.unit import Unit
 
 __all__ = [
@@ -65,7 +66,7 @@ class GatheredParameters:
     """Units of the open blocks."""
 
     def __init__(self, params: nn.Parameter | Iterable[nn.Parameter], modifier_rank: int | None = None) -> None:
-        owners = map(_find, [params] if isinstance(params, torch.Tensor) else params)
+        owners = map(_find, _stored([params] if isinstance(params, torch.Tensor) else params))
         self._units: dict[BaseEngine, list[Unit]] = {}
         for engine, unit in dict.fromkeys((engine, unit) for engine, unit, _ in filter(None, owners)):
             self._units.setdefault(engine, []).append(unit)
@@ -325,6 +326,12 @@ def _start_updates(engine: BaseEngine) -> None:
         engine.updates.runner.start_due_updates()
 
 
+def _stored(params: Iterable[Any]) -> Iterator[Any]:
+    """Yield the parameters, with the inner tensors of wrappers in their place."""
+    for param in params:
+        yield from (each.tensor for each in stored(param)) if isinstance(param, nn.Parameter) else [param]
+
+
 def _find(param: Any) -> tuple[BaseEngine, Unit, int] | None:
     """Return the open engine, unit and slot of a parameter; None if no engine is open for it."""
     for engine in list(open_engines):
@@ -337,6 +344,11 @@ def _find(param: Any) -> tuple[BaseEngine, Unit, int] | None:
 
 def _owner(param: Any) -> tuple[BaseEngine, Unit, int]:
     owner = _find(param)
+    if owner is None and isinstance(param, torch.Tensor) and is_wrapper(param):
+        raise UsageError(
+            f"param is a {type(param).__name__}, which an engine stores by its inner tensors: read and edit it in "
+            "infinity.GatheredParameters([param])"
+        )
     if owner is None:
         raise UsageError("param is no parameter of an open engine: pass one of its model, such as model.head.weight")
     return owner

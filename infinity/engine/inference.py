@@ -20,6 +20,7 @@ from infinity.durable.source import check_no_run, open_saved
 from infinity.engine.base import BaseEngine
 from infinity.engine.wiring import assemble, plan_model
 from infinity.errors import ModelError, UsageError
+from infinity.model import bitsandbytes
 from infinity.plan.policy import Sharding, compute_dtype
 from infinity.tiers.accelerator import default_device
 from infinity.tiers.device import Device
@@ -61,6 +62,8 @@ class InferenceEngine(BaseEngine):
                 parameter.requires_grad_(False)
             if next(model.parameters(), None) is None:
                 raise ModelError("the model has no parameters: call the model directly, without an engine")
+            undo.callback(bitsandbytes.restore, model)
+            bitsandbytes.prepare(model, seam.torch_device)
             planned = plan_model(model, config, [], seam, ranks, train=False, dtype=dtype)
             parts = assemble(model, planned, config, seam, ranks, self)
             undo.callback(parts.closer())

@@ -12,6 +12,7 @@ import concurrent.futures.thread
 import os
 import threading
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from infinity.tiers.available import available_memory
 from infinity.tiers.memory import return_freed_memory
 from infinity.tiers.slab import SlabTier
 from infinity.units import released
+from infinity.units.stored import follow_device
 
 
 def restoring(parts: EngineParts, *, everything: bool) -> Callable[[], None]:
@@ -69,9 +71,10 @@ def restoring(parts: EngineParts, *, everything: bool) -> Callable[[], None]:
 
     def restore() -> None:
         for unit, tensors in zip(parts.units, values, strict=True):
-            released.restore(unit.parameters)
+            released.restore(unit)
             for parameter, tensor in zip(unit.parameters, tensors, strict=True):
                 set_local(parameter, tensor)
+        follow_device(chain(*(unit.wrappers for unit in parts.units)))
 
     return restore
 

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from infinity.comm.dtensor import is_dense, is_plain, local
 from infinity.errors import ModelError
+from infinity.units.stored import is_wrapper, problem_of
 
 
 def check_model(model: Any) -> None:
@@ -38,6 +39,9 @@ def check_model(model: Any) -> None:
             )
     for name, parameter in model.named_parameters():
         with torch._C.DisableTorchFunctionSubclass():
+            if is_wrapper(parameter):
+                _check_wrapper(name, parameter)
+                continue
             problem = _not_dense(parameter)
         if problem is not None:
             kind, conversion = problem
@@ -48,24 +52,51 @@ def check_model(model: Any) -> None:
             )
 
 
+def check_wrappers(model: nn.Module, compute: torch.dtype | None) -> None:
+    """Raise ModelError if a wrapper computes in another dtype than `compute`, the engine's; None: parameters keep
+    theirs.
+    """
+    for name, parameter in model.named_parameters():
+        if is_wrapper(parameter) and parameter.dtype.is_floating_point and compute not in (None, parameter.dtype):
+            raise ModelError(
+                f"parameter {name} is a {type(parameter).__name__} that computes in {parameter.dtype}, and the engine "
+                f"computes in {compute}: convert the model before it is quantised, model.to({compute}), or leave "
+                '"bf16" and "fp16" out of the config'
+            )
+
+
+def _check_wrapper(name: str, parameter: nn.Parameter) -> None:
+    """Raise ModelError if an engine cannot store the inner tensors of `parameter`."""
+    if reason := problem_of(parameter):
+        kind = f"{type(parameter).__module__}.{type(parameter).__qualname__}"
+        raise ModelError(
+            f"parameter {name} is a {kind} that {reason}; or replace it by {_conversion_of(parameter).format(name)}"
+        )
+
+
+def _conversion_of(values: torch.Tensor) -> str:
+    """Return the template of a conversion of `values`, of a subclass, to an ordinary parameter."""
+    quantised = type(values).dequantize is not torch.Tensor.dequantize
+    return _DEQUANTIZED if quantised else _PLAIN
+
+
 def _not_dense(parameter: torch.Tensor) -> tuple[str, str] | None:
     """Return (kind, template of a conversion) of a parameter that is no strided tensor in its own memory; else None."""
     values = local(parameter)
-    dequantized = "nn.Parameter({}.dequantize(), requires_grad=False)"
     if values.layout is not torch.strided:
         return f"tensor of layout {values.layout}", "nn.Parameter({}.to_dense())"
     if values.is_quantized:
-        return f"quantised tensor ({values.dtype})", dequantized
+        return f"quantised tensor ({values.dtype})", _DEQUANTIZED
     if is_dense(values):
         return None
-    plain = "an nn.Parameter of a plain tensor"
     if is_plain(values):
-        return "tensor without memory of its own", plain
+        return "tensor without memory of its own", _PLAIN
     kind = f"{type(values).__module__}.{type(values).__qualname__}, a tensor subclass without memory of its own"
-    quantised = type(values).dequantize is not torch.Tensor.dequantize
-    return ("" if values is parameter else "DTensor of a ") + kind, dequantized if quantised else plain
+    return ("" if values is parameter else "DTensor of a ") + kind, _conversion_of(values)
 
 
+_DEQUANTIZED = "nn.Parameter({}.dequantize(), requires_grad=False)"
+_PLAIN = "an nn.Parameter of a plain tensor"
 _INSTEAD = "An engine reduces gradients over ranks and shards states itself"
 
 

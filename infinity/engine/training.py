@@ -35,6 +35,7 @@ from infinity.engine.vertical.checks import LossFunction, blocks_of, draw
 from infinity.engine.wiring import assemble, plan_model
 from infinity.errors import LifetimeError, NonFiniteError, OutOfSpaceError, UsageError
 from infinity.interrupts import uninterrupted
+from infinity.model import bitsandbytes
 from infinity.model.added import Additions
 from infinity.observe.clock import Phase
 from infinity.observe.log import StepLog, logger
@@ -84,6 +85,8 @@ class TrainingEngine(CheckpointingEngine):
             """Batch sizes: `micro` samples per forward, `accumulation` forwards per step, `train` samples per step."""
             groups = param_groups(model, model_parameters)
             names = {own_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+            undo.callback(bitsandbytes.restore, model)
+            bitsandbytes.prepare(model, seam.torch_device)
             planned = plan_model(model, config, groups, seam, ranks, rules, platform=platform)
             parts = assemble(model, planned, config, seam, ranks, self, platform)
             undo.callback(parts.closer())

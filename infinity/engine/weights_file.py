@@ -15,6 +15,7 @@ from infinity.inputs import replacing
 from infinity.nn.pieces import Pieces
 from infinity.observe.log import logger
 from infinity.units.compiled import own_name
+from infinity.units.stored import is_wrapper
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -52,6 +53,12 @@ def write_weights(weights: Weights, target: Path, *, writes: bool) -> None:
             pass
         return
     whole = dict(weights)
+    wrapped = next((name for name, value in whole.items() if is_wrapper(value)), None)
+    if wrapped is not None and target.suffix == ".safetensors":
+        raise CheckpointError(
+            f"{wrapped} is a {type(whole[wrapped]).__name__}, and {target} cannot hold tensor subclasses: pass "
+            "exclude_frozen_parameters=True to write the trained parameters alone, or a file name that ends in .pt"
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as file:

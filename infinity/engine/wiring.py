@@ -27,6 +27,7 @@ from infinity.engine.platform import MACHINE, Platform
 from infinity.engine.precision import warn_of_emulation
 from infinity.engine.profile import Profiler
 from infinity.engine.runner import Runner
+from infinity.engine.supported import check_wrappers
 from infinity.engine.training_runner import TrainingRunner
 from infinity.errors import ConfigError
 from infinity.grads.buffers import GradBuffers
@@ -111,6 +112,7 @@ def plan_model(
             "parallelism divides them: use AdamW or another native rule (docs/optimizer.md)"
         )
     compute = dtype or compute_dtype(config)
+    check_wrappers(model, compute)
     if ranks.is_main_rank:
         warn_of_emulation(config, compute, device.torch_device)
     info = device.info

@@ -30,6 +30,7 @@ from infinity.model.hooks import UnitParameters
 from infinity.model.remote import is_remote
 from infinity.tiers.memory import storage_users
 from infinity.units.released import is_released
+from infinity.units.stored import named_stored
 
 _NAMED = 3
 """Largest number of problems listed in one error."""
@@ -48,10 +49,8 @@ class _Held(NamedTuple):
     """Two spans overlap only within one space: the memory of a device, or a storage on the meta device."""
     start: int
     stop: int
-
-    @property
-    def is_parameter(self) -> bool:
-        return isinstance(self.tensor, nn.Parameter)
+    is_parameter: bool
+    """False for a buffer."""
 
 
 class _Alias(NamedTuple):
@@ -78,14 +77,16 @@ def check_aliases(model: nn.Module) -> None:
 
 def _held(model: nn.Module) -> Iterator[_Held]:
     """Yield parameters and buffers that have memory: each Parameter once, each buffer once."""
-    for order, (name, tensor) in enumerate(chain(model.named_parameters(), model.named_buffers())):
+    parameters = ((each.name, each.tensor, True) for each in named_stored(model))
+    buffers = ((name, buffer, False) for name, buffer in model.named_buffers())
+    for order, (name, tensor, is_parameter) in enumerate(chain(parameters, buffers)):
         if is_released(tensor) or is_remote(tensor):
             continue  # its engine was closed: `check_values` raises; or its values are on rank 0, which checks them
         values = local(tensor)
         if is_lazy(tensor) or not has_storage(values) or not values.numel():
             continue
         space = str(values.device), values.untyped_storage()._cdata if values.is_meta else 0
-        yield _Held(order, name, tensor, values, space, *_span(values))
+        yield _Held(order, name, tensor, values, space, *_span(values), is_parameter)
 
 
 def _span(values: torch.Tensor) -> tuple[int, int]:
@@ -200,7 +201,7 @@ def _aliased(model: nn.Module, shared: dict[int, list[_Held]]) -> str:
     A separate function, since a raised error keeps the frames that it passes, which would keep the tensors alive.
     """
     gc.collect()  # tensors in unreachable cycles do not count
-    own = (*model.parameters(), *model.buffers(), *_recomputed(model))
+    own = (*(each.tensor for each in named_stored(model)), *model.buffers(), *_recomputed(model))
     known = {id(each) for tensor in own for each in (tensor, local(tensor))}
     aliases = sorted(_others(shared, known), key=lambda alias: alias.parameter.order)
     targets = {id(alias.tensor): alias for alias in aliases}

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from infinity.comm.dtensor import unwrapped
 from infinity.errors import UsageError
+from infinity.model import bitsandbytes
 from infinity.model.added import StateCopies
 from infinity.model.backward import ComingGradients, Engine
 from infinity.units import binding, residents
@@ -46,8 +48,9 @@ class UnitParameters(dict[str, Any]):
         self, parameters: dict[str, Any], fetcher: Fetcher, coming: ComingGradients, replaced: Counter[int]
     ) -> None:
         super().__init__(parameters)
-        owners = ((name, residents.owner_of(parameter)) for name, parameter in parameters.items())
-        self._units = {name: owner.unit for name, owner in owners if owner is not None}
+        owners = {name: residents.owners_of(p) for name, p in parameters.items() if p is not None}
+        self._units = {name: tuple({owner.unit: None for owner in each}) for name, each in owners.items() if each}
+        """Name → its unit, or the units of a wrapper's inner tensors."""
         self._managed = {name: parameters[name] for name in self._units}
         self._fetcher = fetcher
         self._trace = fetcher.schedule.trace
@@ -65,14 +68,15 @@ class UnitParameters(dict[str, Any]):
         if not self._scope.depth:
             return parameter  # its type fetches the unit
         # A parameter that torch.func has replaced has values of its own.
-        unit = self._units.get(name)
-        if unit is None or parameter is not self._managed[name]:
+        units = self._units.get(name)
+        if units is None or parameter is not self._managed[name]:
             return parameter
-        # Reads of the unit in use are the usual case, and cost these comparisons only.
-        if unit.residency is not Residency.RESIDENT or self._trace.last != unit.index:
-            self._use(unit)
-        if not unit.layout.trainable and parameter.requires_grad:
-            unit.check_frozen()  # the module's forward may never be called, as with a ParameterDict
+        for unit in units:
+            # Reads of the unit in use are the usual case, and cost these comparisons only.
+            if unit.residency is not Residency.RESIDENT or self._trace.last != unit.index:
+                self._use(unit)
+        if not units[0].layout.trainable and parameter.requires_grad:
+            units[0].check_frozen()  # the module's forward may never be called, as with a ParameterDict
         return parameter
 
     def _fetch(self, unit: Unit) -> None:
@@ -87,14 +91,16 @@ class UnitParameters(dict[str, Any]):
 
     def expect(self, modules: Sequence[UnitParameters]) -> None:
         """Fetch next the units of `modules` that are not held, in order. The trace leaves these uses out."""
-        units = dict.fromkeys(unit.index for each in modules for unit in each._units.values() if not unit.pin_count)
+        units = dict.fromkeys(
+            unit.index for each in modules for held in each._units.values() for unit in held if not unit.pin_count
+        )
         self._trace.expect(units)
 
     def _check_held(self, name: str) -> None:
         """Break the graph being traced if the unit is not held: the inputs of a graph stay resident while it runs."""
-        unit = self._units.get(name)
-        if unit is not None and not unit.pin_count:
-            self._use(unit)
+        for unit in self._units.get(name, ()):
+            if not unit.pin_count:
+                self._use(unit)
 
     def __setitem__(self, name: str, value: Any) -> None:
         managed = self._managed.get(name)
@@ -110,10 +116,10 @@ class UnitParameters(dict[str, Any]):
                 owner = residents.owner_of(inner) if inner is not value else None
                 if owner is not None:  # a torch.func wrapper has captured the placeholder
                     raise transformed(owner.unit.layout.slots[owner.slot].name)
-            index = self._units[name].index
-            self._replaced[index] += (self.get(name) is managed) - (value is managed)
-            if not self._replaced[index]:
-                del self._replaced[index]
+            for index in (unit.index for unit in self._units[name]):
+                self._replaced[index] += (self.get(name) is managed) - (value is managed)
+                if not self._replaced[index]:
+                    del self._replaced[index]
         super().__setitem__(name, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -163,11 +169,12 @@ class ModelHooks:
         self._wrapped = [module for module in model.modules() if module._parameters]
         for module in self._wrapped:
             parameters = UnitParameters(module._parameters, fetcher, coming, self._replaced)
-            self._members.update(unit.index for unit in parameters._units.values())
+            self._members.update(unit.index for unit in chain(*parameters._units.values()))
             module.__dict__["_parameters"] = parameters
             put = functools.partial(self._copies.put)  # a partial accepts the attributes that torch sets on a hook
             self._handles.append(module.register_state_dict_post_hook(put))
             self._handles.append(module.register_load_state_dict_pre_hook(self._refuse_state))
+        self._handles += bitsandbytes.follow(model)
         self._forwards: list[tuple[nn.Module, Any, Any]] = []
         for module in dict.fromkeys([model, *units_of_module]):
             self._wrap_forward(module, units_of_module.get(module, []))
@@ -206,7 +213,7 @@ class ModelHooks:
 
     def _refuse_state(self, module: nn.Module, *_: Any) -> None:
         """Raise UsageError unless the module's units are held, since one rank alone can't fetch a unit."""
-        units = module._parameters._units.values()  # type: ignore[attr-defined]
+        units = chain(*module._parameters._units.values())  # type: ignore[attr-defined]
         if not self._loads and not all(unit.pin_count for unit in units):
             raise UsageError(
                 f"load_state_dict() was called on a model (on its {type(module).__name__}) while an engine has its "
@@ -310,7 +317,7 @@ class ModelHooks:
         `ignores_moves`: the dtype.
         """
         for parameter in module.parameters(recurse):
-            if residents.owner_of(parameter) is not None:
+            if residents.owners_of(parameter):
                 # A probe without elements shows what `fn` does, before anything is changed.
                 before = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
                 after = fn(before)

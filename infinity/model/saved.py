@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +30,7 @@ from infinity.units import binding, residents
 from infinity.units.compiled import eager, outside_modes
 from infinity.units.released import own_type, version_of
 from infinity.units.residents import Fetcher, Owner
+from infinity.units.stored import Shell, inner, is_wrapper
 from infinity.units.unit import placeholder
 
 if TYPE_CHECKING:
@@ -98,7 +100,7 @@ class _Reference:
         """Return a reference to a parameter itself, for any type and any residency of its unit."""
         kind = own_type(parameter)
         place = owner.unit.layout.dtype, *owner.unit.places[owner.slot], False, False
-        return cls(parameter, owner, place, None if kind is nn.Parameter else kind, None)
+        return cls(parameter, owner, place, None if kind in (nn.Parameter, torch.Tensor) else kind, None)
 
     def allow_edits(self) -> None:
         """Let backward use values of the parameter that are edited later."""
@@ -147,6 +149,52 @@ class _Reference:
             return of_spec(found, self.spec)
 
 
+class _WrapperReference:
+    """Reference to a wrapper (`infinity.units.stored`) that autograd saved, whose inner tensors lie in units.
+
+    inner: path → reference; an `Alias` for an inner tensor outside of units.
+    """
+
+    __slots__ = ("inner", "shell")
+
+    def __init__(self, shell: Shell, inner: dict[str, Any]) -> None:
+        self.shell, self.inner = shell, inner
+
+    @classmethod
+    def of(cls, wrapper: torch.Tensor) -> _WrapperReference | None:
+        """Return a reference to `wrapper`; None if no inner tensor lies in a unit."""
+        tensors = dict(inner(wrapper))
+        found = {path: _reference(tensor) for path, tensor in tensors.items()}
+        if not any(found.values()):
+            return None
+        parts = {path: found[path] or _alias(tensor) for path, tensor in tensors.items()}
+        return cls(Shell.of(wrapper), parts)
+
+    @property
+    def token(self) -> object:
+        return [each.token for each in self._references()]
+
+    def _references(self) -> list[_Reference]:
+        return [each for each in self.inner.values() if isinstance(each, _Reference)]
+
+    def allow_edits(self) -> None:
+        for each in self._references():
+            each.allow_edits()
+
+    def view(self) -> torch.Tensor:
+        """Fetch the units and return the wrapper of views of their present buffers."""
+        with ExitStack() as undo:
+            # Held: the fetch of a second unit must not evict the first one.
+            for each in self._references():
+                each.fetcher.hold(each.unit)
+                undo.callback(each.fetcher.unhold, each.unit)
+            values = {
+                path: each.view() if isinstance(each, _Reference) else each.check() for path, each in self.inner.items()
+            }
+            with outside_modes():
+                return self.shell.around(values)
+
+
 class _Passed(NamedTuple):
     """Result of the user's pack hook, with the matching unpack hook.
 
@@ -157,10 +205,10 @@ class _Passed(NamedTuple):
     packed: Any
     token: object = None
 
-    def restore(self) -> torch.Tensor | _Reference:
+    def restore(self) -> torch.Tensor | _Reference | _WrapperReference:
         """Return the unpacked tensor, or the reference that it stands for."""
         tensor = self.unpack(self.packed)
-        reference: _Reference | None = getattr(tensor, _STANDS_FOR, None)
+        reference: _Reference | _WrapperReference | None = getattr(tensor, _STANDS_FOR, None)
         return tensor if reference is None else reference
 
 
@@ -206,9 +254,7 @@ class SavedTensors:
                 return tensor
             if self._activations is not None and (saved := self._activations.save(tensor)) is not None:
                 return saved
-            # Detached: a node that saves its own output would be in a reference cycle. A leaf is kept as it is, as in
-            # PyTorch, since a subclass may have attributes.
-            return Alias(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+            return _alias(tensor)
 
     @eager
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -216,7 +262,7 @@ class SavedTensors:
         self.backward.notice()
         if isinstance(packed, _Passed):
             packed = packed.restore()
-        if isinstance(packed, _Reference):
+        if isinstance(packed, _Reference | _WrapperReference):
             in_backward = torch._C._current_graph_task_id() != -1
             if in_backward and torch.is_grad_enabled() and not _is_checkpointing(topmost_hooks(True)):
                 # create_graph=True: autograd records this backward. It restores the thread's hooks after each node.
@@ -251,14 +297,21 @@ def _intercept_pushes() -> None:
     torch._C._autograd._push_saved_tensors_default_hooks = _push_below
 
 
-def _reference(tensor: torch.Tensor) -> _Reference | None:
+def _alias(tensor: torch.Tensor) -> Alias:
+    # Detached: a node that saves its own output would be in a reference cycle. A leaf is kept as it is, as in PyTorch,
+    # since a subclass may have attributes.
+    return Alias(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+
+
+def _reference(tensor: torch.Tensor) -> _Reference | _WrapperReference | None:
     """Return a reference that rebuilds `tensor`; None if it is in no unit, or of an unsupported subclass."""
     # By identity first: a parameter whose unit is released views no buffer.
     owner = residents.owner_of(tensor)
     if owner is not None:
         return _Reference.to_parameter(tensor, owner)
     if not (is_plain(tensor) or is_distributed(tensor)):
-        return None  # a subclass may carry more than its memory
+        # Another subclass may carry more than its memory.
+        return _WrapperReference.of(tensor) if is_wrapper(tensor) else None
     found = residents.behind(tensor)
     return None if found is None else _Reference.to_view(tensor, *found)
 
@@ -294,7 +347,10 @@ def _packing_over(pack: _Pack, unpack: _Unpack) -> _Pack:
         if reference is None:
             return _Passed(unpack, pack(tensor))
         if not recomputed:
-            return reference if _is_lossless(pack, unpack, tensor) else _Passed(unpack, pack(tensor), reference.token)
+            # Quantised values are not rounded again: hooks that round are for activations.
+            if isinstance(reference, _WrapperReference) or _is_lossless(pack, unpack, tensor):
+                return reference
+            return _Passed(unpack, pack(tensor), reference.token)
         # A checkpoint computes with the values of its second run, edits included.
         reference.allow_edits()
         with outside_modes():

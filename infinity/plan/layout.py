@@ -36,7 +36,9 @@ class Member:
 
 @dataclass(frozen=True)
 class DiscoveredUnit:
-    """Parameters of one dtype, all trainable or all frozen, all with records or all without."""
+    """Parameters of one dtype, all trainable or all frozen, all with records or all without. keeps: they have this
+    dtype in every engine.
+    """
 
     name: str
     dtype: torch.dtype
@@ -44,6 +46,7 @@ class DiscoveredUnit:
     members: tuple[Member, ...]
     coded: bool = False
     """Frozen parameters that `infinity.frozen` may store in a code."""
+    keeps: bool = False
 
 
 @dataclass(frozen=True)

@@ -311,7 +311,8 @@ def lay_out(
     layouts: list[UnitLayout] = []
     for index, unit in enumerate(discovered.units):
         first = layouts[-1].end if layouts else 0
-        own = trained_dtype(unit.members[0].name, unit.dtype, dtype, trainable=unit.trainable)
+        wanted = None if unit.keeps else dtype
+        own = trained_dtype(unit.members[0].name, unit.dtype, wanted, trainable=unit.trainable)
         code = FrozenCode(frozen, own) if frozen and unit.coded and own in CODED_DTYPES else None
         made = layout_unit(
             index, unit.name, unit.members, own, unit.trainable, shards, first, norm_of=norm_of, code=code

@@ -105,7 +105,7 @@ class SimulatedPlatform(Platform):
         move_buffers(model, device)
         units = []
         for members, layout in zip(found, layouts, strict=True):
-            units.append(Unit(layout, list(members.parameters), device))
+            units.append(Unit(layout, list(members.parameters), device, members.wrappers))
             unbind(units[-1])
         return units
 

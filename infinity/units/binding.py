@@ -17,7 +17,7 @@ from infinity.units.unit import Unit, placeholder
 def bind(unit: Unit) -> None:
     """Make the parameters views of the leased buffer, with their own types."""
     assert unit.lease is not None
-    released.restore(unit.parameters)
+    released.restore(unit)
     for parameter, place in zip(unit.parameters, unit.places, strict=True):
         set_local(parameter, unit.lease.part(unit.layout.dtype, place))
     # The addresses show later whether `.data` was assigned (`adopt_assigned`).
@@ -32,11 +32,11 @@ def bind(unit: Unit) -> None:
 
 def unbind(unit: Unit) -> None:
     """Make the parameters placeholders, whose type fetches the unit when they are used."""
-    released.restore(unit.parameters)
+    released.restore(unit)
     for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
         set_local(parameter, placeholder(slot.shape, unit.layout.dtype, unit.device))
     unit.bind([])
-    released.release(unit.parameters)
+    released.release(unit)
 
 
 def adopt_assigned(unit: Unit, recorder: Recorder) -> None:
@@ -58,13 +58,13 @@ def adopt_assigned(unit: Unit, recorder: Recorder) -> None:
         unchanged = sum(now == bound for now, bound in zip(present, unit.views, strict=True))
         viewed = unit.lease.is_referenced(beyond=unchanged)
         flat, guarded = unit.flat(), released.is_released(unit.parameters[0])
-        released.restore(unit.parameters)
+        released.restore(unit)
         try:
             for number in (n for n, view in enumerate(unit.views) if present[n] != view):
                 _adopt(unit, number, flat, viewed=viewed)
         finally:
             if guarded:
-                released.release(unit.parameters)
+                released.release(unit)
 
 
 def _adopt(unit: Unit, number: int, flat: torch.Tensor, *, viewed: bool) -> None:
@@ -122,7 +122,7 @@ class ResidentUnits:
         self._units[unit.index] = unit
         # Outside of the model's code every use has to fetch, since the unit may be evicted in between.
         if not self._open:
-            released.release(unit.parameters)
+            released.release(unit)
 
     def remove(self, unit: Unit) -> None:
         self._units.pop(unit.index, None)
@@ -130,12 +130,12 @@ class ResidentUnits:
     def open(self) -> None:
         self._open = True
         for unit in self._units.values():
-            released.restore(unit.parameters)
+            released.restore(unit)
 
     def close(self) -> None:
         self._open = False
         for unit in self._units.values():
-            released.release(unit.parameters)
+            released.release(unit)
 
 
 def _leave_to_parent() -> None:

@@ -23,6 +23,7 @@ from infinity.plan.frozen import CODED_DTYPES
 from infinity.plan.layout import Discovered, DiscoveredUnit, Member, UnitLayout
 from infinity.plan.records import Record
 from infinity.units.compiled import own_name, uncompiled
+from infinity.units.stored import Stored, is_wrapper, named_stored, stored
 
 
 def held_together(model: nn.Module, needed: Mapping[nn.Module, Sequence[int]]) -> set[frozenset[int]]:
@@ -52,11 +53,11 @@ def held_together(model: nn.Module, needed: Mapping[nn.Module, Sequence[int]]) -
 def blocks(model: nn.Module, unit_of: Mapping[int, int]) -> set[frozenset[int]]:
     """Return the set of unit indices of each entry of a `ModuleList`, without the entries that contain others.
 
-    unit_of: id(parameter) → unit index.
+    unit_of: id(stored tensor) → unit index.
     """
 
     def units(module: nn.Module) -> frozenset[int]:
-        return frozenset(unit_of[id(p)] for p in module.parameters() if id(p) in unit_of)
+        return frozenset(unit_of[id(each.tensor)] for each in named_stored(module) if id(each.tensor) in unit_of)
 
     def entries(module: nn.Module) -> list[nn.Module]:
         lists = (inner for inner in module.modules() if isinstance(inner, nn.ModuleList))
@@ -78,13 +79,16 @@ _UNITS_ON_DEVICE = 16
 class UnitParameters:
     """Parameters of one unit: of one dtype, all trainable or all frozen.
 
-    root: path of the module that they belong to. coded: `infinity.frozen` may store them in a code.
+    root: path of the module that they belong to. parameters: or inner tensors of wrappers. wrappers: these wrappers.
+    keeps: the engine's dtype does not apply. coded: `infinity.frozen` may store them in a code.
     """
 
     name: str
     root: str
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
+    wrappers: tuple[nn.Parameter, ...] = ()
+    keeps: bool = False
     coded: bool = False
 
     @property
@@ -105,18 +109,21 @@ class _Walk:
         self.unit_size = unit_size
         self.width = width
         self.claimed: set[int] = set()
-        self.groups: list[tuple[str, list[tuple[str, nn.Parameter]]]] = []
+        self.groups: list[tuple[str, list[Stored]]] = []
 
     def nbytes(self, module: nn.Module) -> int:
-        unclaimed = (p for p in module.parameters() if id(p) not in self.claimed)
-        return sum(local(p).numel() * (self.width or p.element_size()) for p in unclaimed)
+        unclaimed = (each for p in module.parameters() if id(p) not in self.claimed for each in stored(p))
+        return sum(local(each.tensor).numel() * self._width(each) for each in unclaimed)
 
-    def claim(self, module: nn.Module, prefix: str, recurse: bool) -> list[tuple[str, nn.Parameter]]:
+    def _width(self, each: Stored) -> int:
+        return each.tensor.element_size() if each.keeps_dtype else self.width or each.tensor.element_size()
+
+    def claim(self, module: nn.Module, prefix: str, recurse: bool) -> list[Stored]:
         found = []
         for name, parameter in module.named_parameters(prefix, recurse=recurse):
             if id(parameter) not in self.claimed:
                 self.claimed.add(id(parameter))
-                found.append((name, parameter))
+                found += stored(parameter, name)
         return found
 
     def whole(self, module: nn.Module, prefix: str) -> None:
@@ -133,7 +140,7 @@ class _Walk:
         has_children = next(module.children(), None) is not None
         return self.nbytes(module) >= self.unit_size // _CRUMB or (has_children and self.nbytes(module) > 0)
 
-    def open(self, module: nn.Module, prefix: str) -> list[tuple[str, nn.Parameter]]:
+    def open(self, module: nn.Module, prefix: str) -> list[Stored]:
         """Form units below `module`. Returns the parameters left over for the caller's unit."""
         mine = len(self.groups)
         self.groups.append((prefix, []))  # reserves the place of the parent before its children
@@ -154,7 +161,7 @@ class _Walk:
         self.groups[mine] = (prefix, left)
         return []
 
-    def visit(self, module: nn.Module, path: str, in_list: bool) -> list[tuple[str, nn.Parameter]]:
+    def visit(self, module: nn.Module, path: str, in_list: bool) -> list[Stored]:
         nbytes = self.nbytes(module)
         fits = nbytes <= self.unit_size
         if in_list and self.is_block(module) and fits:
@@ -190,36 +197,50 @@ def discover(
     model: nn.Module,
     unit_size: int,
     width: int | None = None,
+    compute: torch.dtype | None = None,
     whole: Collection[int] = (),
     *,
     codes: bool = False,
 ) -> list[UnitParameters]:
     """Return the units of `model` in the order of the module tree.
 
-    unit_size: in bytes. width: bytes per element in training; by default the item size of the present dtype. whole: ids
-    of parameters that rules in Python update. These, frozen parameters, and parameters of another dtype, in the same
-    subtree form units of their own. codes: so do frozen parameters with a code.
+    unit_size: in bytes. width: bytes per element in training; by default the item size of the present dtype. compute:
+    the engine's dtype, which inner tensors do not take. whole: ids of parameters that rules in Python update. These,
+    frozen parameters, and parameters of another dtype, in the same subtree form units of their own. codes: so do frozen
+    parameters with a code.
     """
     walk = _Walk(unit_size, width)
     remaining = walk.open(model, "")
     if remaining:
         walk.groups.append(("", remaining))
-    return [unit for name, members in walk.groups for unit in _split(name, members, whole, codes=codes)]
+    return [unit for name, members in walk.groups for unit in _split(name, members, compute, whole, codes=codes)]
 
 
 def _split(
-    root: str, members: list[tuple[str, nn.Parameter]], whole: Collection[int], *, codes: bool
+    root: str, members: list[Stored], compute: torch.dtype | None, whole: Collection[int], *, codes: bool
 ) -> Iterator[UnitParameters]:
-    kinds: dict[tuple[bool, torch.dtype, bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    kinds: dict[tuple[bool, torch.dtype, bool, bool, bool], list[Stored]] = {}
     # A unit is one flat tensor with one kind of states and one code, so dtypes and frozen parameters are apart.
-    for entry in members:
-        coded = codes and _has_code(entry[1])
-        kinds.setdefault((entry[1].requires_grad, entry[1].dtype, id(entry[1]) in whole, coded), []).append(entry)
-    for position, ((trainable, dtype, by_parameter, coded), entries) in enumerate(kinds.items()):
-        kind = "coded" if coded else "by parameter" if by_parameter else "trainable" if trainable else "frozen"
-        suffix = "" if position == 0 else f" ({kind} {str(dtype).split('.')[-1]})"
-        names = tuple(own_name(name) for name, _ in entries)
-        yield UnitParameters(own_name(root or "(root)") + suffix, root, names, tuple(p for _, p in entries), coded)
+    for each in members:
+        dtype = each.tensor.dtype
+        keeps = each.keeps_dtype and dtype.is_floating_point and compute not in (None, dtype)
+        coded = codes and not is_wrapper(each.parameter) and _has_code(each.parameter)
+        kind = each.tensor.requires_grad, dtype, keeps, id(each.parameter) in whole, coded
+        kinds.setdefault(kind, []).append(each)
+    for position, ((trainable, dtype, keeps, by_parameter, coded), entries) in enumerate(kinds.items()):
+        called = "inner" if keeps else "coded" if coded else "frozen"
+        if trainable:
+            called = "by parameter" if by_parameter else "trainable"
+        suffix = "" if position == 0 else f" ({called} {str(dtype).split('.')[-1]})"
+        yield UnitParameters(
+            name=own_name(root or "(root)") + suffix,
+            root=root,
+            names=tuple(own_name(each.name) for each in entries),
+            parameters=tuple(each.tensor for each in entries),  # type: ignore[misc]
+            wrappers=tuple(dict.fromkeys(each.parameter for each in entries if is_wrapper(each.parameter))),
+            keeps=keeps,
+            coded=coded,
+        )
 
 
 def _has_code(parameter: nn.Parameter) -> bool:
@@ -233,7 +254,7 @@ def _has_code(parameter: nn.Parameter) -> bool:
 def modules_to_hook(model: nn.Module, unit_of: dict[int, int], roots: Sequence[str]) -> dict[nn.Module, list[int]]:
     """Return module → indices of the units that its forward acquires, in order.
 
-    unit_of: id(parameter) → unit index. roots: for each unit, the path of its module. A module that holds
+    unit_of: id(stored tensor) → unit index. roots: for each unit, the path of its module. A module that holds
     a parameter of a unit elsewhere (tied weights) acquires that unit only during its own forward. Wrappers made by
     `torch.compile` are replaced by the module inside, whose forward is called in any case.
     """
@@ -248,7 +269,8 @@ def modules_to_hook(model: nn.Module, unit_of: dict[int, int], roots: Sequence[s
         seen.add(module)
         if module in owners and not _is_container(module):
             owner = module
-        units = [unit_of[id(p)] for p in module.parameters(recurse=False) if id(p) in unit_of]
+        held = (id(each.tensor) for each in named_stored(module, recurse=False))
+        units = [unit_of[key] for key in held if key in unit_of]
         # A weight tied to another subtree is acquired by the module that uses it, not by all of its parents.
         user = owner if all(stands_at[unit] is owner for unit in units) else module
         for unit in units:
@@ -311,7 +333,8 @@ def discover_model(
                 has_master = (dtype or p.dtype) != torch.float32
                 own = {"name": names[id(p)], "attributes": vars(p)}
                 records[id(p)] = rule.record(tuple(local(p).shape), group, has_master=has_master, **own)
-    found = discover(model, unit_size, width=dtype.itemsize if dtype else None, whole=records.keys(), codes=codes)
+    width = dtype.itemsize if dtype else None
+    found = discover(model, unit_size, width, dtype, records.keys(), codes=codes)
     units = tuple(
         DiscoveredUnit(
             unit.name,
@@ -322,6 +345,7 @@ def discover_model(
                 for name, p in zip(unit.names, unit.parameters, strict=True)
             ),
             unit.coded,
+            unit.keeps,
         )
         for unit in found
     )

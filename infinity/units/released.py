@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from infinity.errors import LifetimeError, UsageError
 from infinity.units.compiled import eager, written
-from infinity.units.residents import Owner, behind, owner_of
+from infinity.units.residents import Owner, behind, owner_of, owners_of
+from infinity.units.stored import inner
 
 if TYPE_CHECKING:
     from infinity.units.unit import Unit
@@ -102,7 +104,7 @@ class Released:
     def detach(self) -> torch.Tensor:
         # nn.Parameter(...) would share the buffer, whose memory belongs to another unit soon.
         if sys._getframe(1).f_code is _NEW_PARAMETER:
-            unit, _, slot = _owner(self)
+            (unit, _, slot), *_ = _owners_of(self)
             raise UsageError(
                 f"nn.Parameter(…) was made from {unit.layout.slots[slot].name}, which an engine has: pass "
                 ".detach().clone() of it, or .detach() to share its memory."
@@ -120,7 +122,7 @@ class Released:
 
     @eager
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with _whole([_owner(self)]):
+        with _whole(_owners_of(self)):
             return copy.deepcopy(self, memo)
 
 
@@ -250,9 +252,9 @@ def _owners(values: Any) -> Iterator[Owner]:
     for value in leaves(values):
         # A closed engine has no owner for a released parameter, which is an error and not a plain tensor.
         if isinstance(value, Released):
-            yield _owner(value)
-        elif isinstance(value, nn.Parameter) and (owner := owner_of(value)) is not None:
-            yield owner
+            yield from _owners_of(value)
+        elif isinstance(value, torch.Tensor):
+            yield from owners_of(value)
 
 
 def leaves(values: Any) -> Iterator[Any]:
@@ -266,9 +268,9 @@ def leaves(values: Any) -> Iterator[Any]:
         yield values
 
 
-def _owner(parameter: Any) -> Owner:
-    owner = owner_of(parameter)
-    if owner is None:
+def _owners_of(parameter: Any) -> list[Owner]:
+    owners = owners_of(parameter)
+    if not owners:
         with torch._C.DisableTorchFunctionSubclass():
             shape = list(parameter.shape)
         raise UsageError(
@@ -276,7 +278,7 @@ def _owner(parameter: Any) -> Owner:
             "are gone from memory. Close with engine.close(restore=True) to keep them, or load a checkpoint into a new "
             "engine."
         )
-    return owner
+    return owners
 
 
 def version_of(parameter: nn.Parameter) -> int:
@@ -304,16 +306,25 @@ def own_type(parameter: torch.Tensor) -> type:
     return kind._kind if issubclass(kind, Released) else kind
 
 
-def release(parameters: Iterable[nn.Parameter]) -> None:
-    """Change the types of these parameters so that every use of their values fetches the unit first."""
-    for parameter in parameters:
+def release(unit: Unit) -> None:
+    """Change the types of a unit's parameters so that every use of their values fetches the unit first."""
+    for parameter in chain(unit.parameters, unit.wrappers):
         kind = type(parameter)
         if not issubclass(kind, Released):
             parameter.__class__ = derived_type(Released, kind)
 
 
-def restore(parameters: Iterable[nn.Parameter]) -> None:
-    """Undo `release`: give these parameters their own types. The caller keeps their values resident."""
+def restore(unit: Unit) -> None:
+    """Undo `release`: give a unit's parameters their own types. The caller keeps their values resident.
+
+    A wrapper gets its own type once all of its inner tensors have theirs, which may be in other units.
+    """
+    restore_types(unit.parameters)
+    restore_types(each for each in unit.wrappers if not any(is_released(tensor) for _, tensor in inner(each)))
+
+
+def restore_types(parameters: Iterable[nn.Parameter]) -> None:
+    """Give these parameters their own types."""
     for parameter in parameters:
         kind = type(parameter)
         if issubclass(kind, Released):

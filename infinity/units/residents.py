@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from infinity.comm.dtensor import has_storage, local, unwrapped
+from infinity.units.stored import inner, is_wrapper
 
 if TYPE_CHECKING:
     from infinity.observe.recorder import Recorder
@@ -77,6 +78,16 @@ def owner_of(parameter: object) -> Owner | None:
     if unit is None or fetcher is None or unit.parameters[slot] is not parameter:
         return None  # the engine was dropped, and `id` may belong to another object
     return Owner(unit, fetcher, slot)
+
+
+def owners_of(tensor: torch.Tensor) -> list[Owner]:
+    """Return the owner of a managed parameter, or those of a wrapper's inner tensors; empty for any other tensor."""
+    owner = owner_of(tensor)
+    if owner is not None:
+        return [owner]
+    if not is_wrapper(tensor):
+        return []
+    return [owner for _, each in inner(tensor) if (owner := owner_of(each)) is not None]
 
 
 def add_buffer(unit: Unit) -> None:

@@ -366,7 +366,7 @@ class UnitStore:
         """Detach the parameters from the unit's buffer."""
         # autograd locates a view in its parameter by the layout of both, which a placeholder lacks.
         if unit.is_viewed():
-            released.release(unit.parameters)
+            released.release(unit)
         else:
             binding.unbind(unit)
 

@@ -22,6 +22,7 @@ from infinity.tiers.digests import Fingerprint
 from infinity.tiers.pool import Lease
 from infinity.tiers.transfer import DONE, Transfer, also
 from infinity.units.compiled import outside_modes
+from infinity.units.stored import inner
 
 if TYPE_CHECKING:
     from infinity.update.job import UpdateJob, UpdateProgress
@@ -74,11 +75,20 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 class Unit:
     """Parameters of one layout, and the device buffer that holds them while they are resident."""
 
-    def __init__(self, layout: UnitLayout, parameters: list[nn.Parameter], device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: UnitLayout,
+        parameters: list[nn.Parameter],
+        device: torch.device,
+        wrappers: Sequence[nn.Parameter] = (),
+    ) -> None:
+        """parameters: or inner tensors of `wrappers`, by slot."""
         self.layout = layout
         self.index = layout.index
         self.name = layout.name
         self.parameters = parameters
+        self.wrappers = wrappers
+        """Parameters of the model that consist of inner tensors, some of them here (`infinity.units.stored`)."""
         self.device = device
         self.residency = Residency.RELEASED
         self.owner: tuple[weakref.ref[Unit], weakref.ref[Any]] | None = None
@@ -261,8 +271,9 @@ class Unit:
         """Raise UsageError if a parameter that was frozen at the construction of the engine now requires a gradient."""
         if self.layout.trainable:
             return
-        for slot, trained in zip(self.layout.slots, self.trained(), strict=True):
-            if trained:
+        unfrozen = {id(t) for each in self.wrappers if each.requires_grad for _, t in inner(each)}
+        for slot, parameter, trained in zip(self.layout.slots, self.parameters, self.trained(), strict=True):
+            if trained or id(parameter) in unfrozen:
                 raise UsageError(
                     f"{slot.name} was frozen when the engine was made, which keeps no gradient and no optimizer states "
                     "for it, and now requires a gradient. To train it, close the engine with "

@@ -71,7 +71,7 @@ class UpdatingUnits:
             kept.note_overwritten(unit)
         # Views stay attached to the buffer, so the parameters change their type and keep their memory.
         if kept.is_overwritten(unit):
-            released.release(unit.parameters)
+            released.release(unit)
         else:
             binding.unbind(unit)
         unit.move(Residency.UPDATING)

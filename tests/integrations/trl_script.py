@@ -37,7 +37,7 @@ def config(stage: int) -> dict[str, Any]:
 def run(folder: Path, deepspeed: Any, **options: Any) -> dict[str, Any]:
     if deepspeed is None:
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # left by the arguments of the run before
-    peft_config = options.pop("peft_config", None)
+    peft_config, model = options.pop("peft_config", None), options.pop("model", None) or gpt2()
     settings: dict[str, Any] = {
         "output_dir": str(folder / "out"),
         "deepspeed": deepspeed,
@@ -54,7 +54,7 @@ def run(folder: Path, deepspeed: Any, **options: Any) -> dict[str, Any]:
         "save_strategy": "no",
     }
     trainer = SFTTrainer(
-        model=gpt2(),
+        model=model,
         args=SFTConfig(**settings | options),
         train_dataset=dataset(48),
         eval_dataset=dataset(8),

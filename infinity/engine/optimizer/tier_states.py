@@ -18,6 +18,7 @@ from infinity.plan.windows import RecordsFormat
 from infinity.rules import RULES
 from infinity.tiers.memory import return_freed_memory
 from infinity.units.states import RECORDS, Flats, flat_tensor, view
+from infinity.units.stored import inner
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -143,6 +144,10 @@ class TierStates:
         """Return `check_state_dict`. Raises RanksError if ranks load different dicts, or another rank raises."""
         pairs = [pair for unit in self._parts.units for pair in zip(unit.parameters, unit.layout.slots, strict=True)]
         names = {id(parameter): slot.name for parameter, slot in pairs}
+        # A group may list a wrapper, whose name is that of an inner tensor without its path.
+        for wrapper in (each for unit in self._parts.units for each in unit.wrappers):
+            path, tensor = next(inner(wrapper))
+            names[id(wrapper)] = names[id(tensor)].removesuffix(f".{path}")
         trained = {id(parameter) for unit in self._trained() for parameter in unit.parameters}
         ranks = self._parts.ranks
         error: Exception | None = None

@@ -358,5 +358,6 @@ def present_groups(
         names[slot.name]: parameter
         for unit in units
         for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True)
+        if slot.name in names  # inner tensors have names of their own, and their wrapper stays
     }
-    return [{**group, "params": [present[id(p)] for p in group["params"]]} for group in groups]
+    return [{**group, "params": [present.get(id(p), p) for p in group["params"]]} for group in groups]

@@ -60,7 +60,7 @@ def check_context(model: nn.Module, parts: EngineParts) -> None:
 
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-_STATELESS = frozenset({"transformers.modeling_utils"})
+_STATELESS = frozenset({"transformers.modeling_utils", "infinity.model.bitsandbytes"})
 """Modules whose hooks on a model depend on their arguments only, as `enable_input_require_grads`."""
 
 

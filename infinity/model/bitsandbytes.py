@@ -1,0 +1,126 @@
+"""bitsandbytes' quantised layers, whose code keeps more of a weight than its Parameter.
+
+`Linear4bit` keeps a view of the weight for backward, on the context of its function, where saved-tensor hooks do not
+see it: it would hold the unit's buffer until backward. It gets the Parameter instead, which fetches its unit when it is
+used. `Linear8bitLt` keeps a second tensor over the weight's memory, and computes with it. Outside of the layer's
+forward, `Codes` replace it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from infinity.units.released import is_released
+from infinity.units.unit import placeholder
+
+
+class Codes(torch.Tensor):
+    """Stands for the values of a weight: each operation reads the Parameter, which fetches its unit."""
+
+    _weight: nn.Parameter
+
+    @classmethod
+    def of(cls, weight: nn.Parameter) -> Codes:
+        shape, device = tuple(weight.shape), weight.device
+        made: Any = torch.Tensor._make_subclass(cls, placeholder(shape, weight.dtype, device))
+        made._weight = weight
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Codes, lambda codes: codes._weight.data, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_FUNCTION = "MatMul4BitBackward"
+_STEPS = 2
+"""Most nodes between a layer's output and its function: the output may be cast."""
+
+
+def prepare(model: nn.Module, device: torch.device) -> None:
+    """Let no layer of `model` refer to the memory of its weight, and move tables to `device`."""
+    for module in _layers(model, "Linear8bitLt"):
+        weight, state = module.weight, module.state
+        if weight.dtype != torch.int8:
+            continue  # not quantised yet, or at each forward
+        if weight.CB is not None:
+            module.init_8bit_state()  # as in the first forward
+        if state.CB is not None:
+            state.CB = Codes.of(weight)
+        weight.SCB = state.SCB  # units store it with the weight (`infinity.units.stored`)
+    for module in _layers(model, "Linear4bit"):
+        weight = module.weight
+        state = getattr(weight, "quant_state", None)
+        if state is None:
+            continue
+        if getattr(state, "packing_format_for_cpu", False):  # a forward in eval mode has packed it
+            layers: Any = sys.modules["bitsandbytes.nn.modules"]
+            weight.data, weight.quant_state = layers._convert_weight_packed_for_cpu_inverse(weight.data, state)
+            module.quant_state = state = weight.quant_state
+        for part in (state, state.state2):
+            if part is not None:
+                part.code = part.code.to(device)
+
+
+def restore(model: nn.Module) -> None:
+    """Undo `prepare` for layers whose weights have values."""
+    for module in _layers(model, "Linear8bitLt"):
+        if isinstance(module.state.CB, Codes) and not is_released(module.weight):
+            module.state.CB = module.weight.data
+
+
+def follow(model: nn.Module) -> Iterator[Any]:
+    """Yield handles, whose `remove` undoes it, of hooks that let layers compute and keep no view of their weights."""
+    for module in _layers(model, "Linear8bitLt"):
+        if isinstance(module.state.CB, Codes):
+            yield module.register_forward_pre_hook(_show_values)
+            yield module.register_forward_hook(partial(_hide_values, module.state.CB), always_call=True)
+    for module in _layers(model, "Linear4bit"):
+        yield module.register_forward_hook(_keep_parameter)
+        yield _Unpacked(module)
+
+
+def _show_values(module: Any, args: Any) -> None:
+    module.state.CB = module.weight.data  # the forward ends with weight.data = state.CB
+
+
+def _hide_values(codes: Codes, module: Any, args: Any, output: Any) -> None:
+    module.state.CB = codes
+
+
+class _Unpacked:
+    """Prevents a layer from writing its weight in another layout, as it does in eval mode on some CPUs."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self._before = module, getattr(module, "support_avx512bf16_for_cpu", False)
+        module.support_avx512bf16_for_cpu = False
+
+    def remove(self) -> None:
+        self._module.support_avx512bf16_for_cpu = self._before
+
+
+def _keep_parameter(module: nn.Module, args: Any, output: Any) -> None:
+    """Put the Parameter on the context of the function that made `output`. A forward hook."""
+    node: Any = getattr(output, "grad_fn", None)
+    for _ in range(_STEPS):
+        if node is None or type(node).__name__ == _FUNCTION:
+            break
+        node = node.next_functions[0][0] if node.next_functions else None
+    weight: Any = module._parameters["weight"]
+    # The view has the shape (codes, 1), which a quantised weight has too.
+    if type(node).__name__ == _FUNCTION and getattr(node, "tensors", None) and weight.shape[1:] == (1,):
+        node.tensors = (None, weight if node.tensors[1] is not None else None)
+
+
+def _layers(model: nn.Module, kind: str) -> Iterator[Any]:
+    """Yield the layers of `model` of this class of bitsandbytes, if the process has imported it."""
+    library: Any = sys.modules.get("bitsandbytes")
+    if library is not None:
+        yield from (module for module in model.modules() if isinstance(module, getattr(library.nn, kind)))

@@ -1,0 +1,200 @@
+"""bitsandbytes' layers as frozen bases: bits of a plain loop from every tier, and runs of Trainer, PEFT and TRL."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+for library in ("bitsandbytes", "trl", "datasets", "peft"):
+    pytest.importorskip(library, reason="make test-integrations installs it")
+
+import bitsandbytes as bnb  # noqa: E402
+
+import infinity  # noqa: E402
+from infinity.errors import UsageError  # noqa: E402
+from infinity.tiers.device import CpuDevice  # noqa: E402
+from integrations.hugging_face import TWO_RANKS, measure  # noqa: E402
+from support.configs import engine_config  # noqa: E402
+from support.late_device import LateDevice  # noqa: E402
+from support.lifetime import Residents, assert_nothing_leaked, pool_buffers  # noqa: E402
+from support.loops import Result, assert_close, open_engine, parameters_of, plain, plain_bf16, train  # noqa: E402
+from support.models import Linears, seeded, vector_batches  # noqa: E402
+from support.quantised import Adapted, Recomputed, adapted  # noqa: E402
+
+pytestmark = [pytest.mark.integrations, pytest.mark.filterwarnings("ignore")]
+WIDTH = 128
+BATCHES = vector_batches(4, width=WIDTH)
+KINDS = ("nf4", "nf4 twice", "fp4 in bf16", "int8", "int8 with outliers")
+
+
+def quantised(kind: str, layer: type[Adapted] = Adapted, dtype: torch.dtype = torch.float32) -> Linears:
+    """Return adapted layers over frozen layers of bitsandbytes. twice: the scales are quantised too."""
+    model = adapted(lambda weight: weight, partial(layer, WIDTH), dtype=dtype)  # type: ignore[arg-type]
+    for each in model.layers:
+        base: Any = each.base
+        weight, bias = base.weight.detach().clone(), base.bias
+        if kind.startswith("int8"):
+            made = bnb.nn.Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=False, threshold=6.0 * kind.endswith("outliers"))
+            made.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+        else:
+            storage = torch.bfloat16 if kind.endswith("bf16") else torch.uint8
+            made = bnb.nn.Linear4bit(WIDTH, WIDTH, compute_dtype=dtype, quant_storage=storage)
+            options = {"quant_type": kind[:3], "compress_statistics": kind.endswith("twice"), "quant_storage": storage}
+            made.weight = bnb.nn.Params4bit(weight, requires_grad=False, module=made, **options)
+        made.bias = bias
+        each.base = made.to("cpu")
+    return model
+
+
+def trained_parts(result: Result) -> Result:
+    return Result(result.losses, {name: v for name, v in result.parameters.items() if ".base." not in name})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layer", [Adapted, Recomputed])
+@pytest.mark.parametrize(
+    "stage, param, optim",
+    [
+        *((3, param, optim) for param in ("none", "cpu", "nvme") for optim in ("none", "cpu", "nvme")),
+        *((stage, "none", "cpu") for stage in (0, 1, 2)),
+    ],
+)
+def test_trains_like_a_plain_loop(stage: int, param: str, optim: str, layer: type[Adapted], kind: str) -> None:
+    """The first loss has the same bits, later ones differ by AdamW's rounding alone. Nothing keeps a buffer."""
+    config = engine_config(param, optim, stage=stage, prefetch_bytes=0)
+    make = partial(quantised, kind, layer)
+    expected = plain(seeded(make), BATCHES, config)
+    model = seeded(make)
+    with open_engine(model, config) as engine:
+        residents = Residents(engine)
+        result = Result(train(engine, BATCHES), parameters_of(engine))
+        assert not engine.parts.store.kept.warned
+        if param == "nvme":
+            assert residents.most <= pool_buffers(engine) < len(engine.units)
+        assert_nothing_leaked(engine)
+        engine.close(restore=True)
+    assert result.losses[0] == expected.losses[0]
+    assert_close(trained_parts(result), trained_parts(expected))
+    reference = seeded(make)
+    for mine, theirs in zip(model.layers, reference.layers, strict=True):
+        assert torch.equal(mine.base(BATCHES[0][0]), theirs.base(BATCHES[0][0]))  # type: ignore[operator,union-attr]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_places_have_the_same_bits(kind: str) -> None:
+    """A late device, bf16 and other schedules, too."""
+    batches = [tuple(each.bfloat16() for each in batch) for batch in BATCHES]
+    make = partial(quantised, kind, dtype=torch.bfloat16)
+    found = []
+    for place, device in ((("none", "none"), None), (("cpu", "nvme"), None), (("nvme", "cpu"), LateDevice())):
+        with open_engine(seeded(make), engine_config(*place, bf16=True, prefetch_bytes=0), device) as engine:
+            found.append(Result(train(engine, batches), parameters_of(engine)))
+    expected = plain_bf16(seeded(make), batches, engine_config(bf16=True))
+    assert expected.losses[0] == found[0].losses[0]
+    for other in found:
+        assert other.losses == found[0].losses
+        for name, value in other.parameters.items():  # as bytes: codes in bf16 may be NaN
+            same = found[0].parameters[name].reshape(-1).view(torch.uint8)
+            assert torch.equal(value.reshape(-1).view(torch.uint8), same), name
+        assert_close(trained_parts(other), trained_parts(expected), loss=1e-2, parameters=1e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_are_stored_with_their_weight(kind: str, tmp_path: Path) -> None:
+    """A checkpoint of one base loads over another one. A state_dict has the names of bitsandbytes."""
+    model = seeded(partial(quantised, kind))
+    with open_engine(model, engine_config(folder=tmp_path, prefetch_bytes=0)) as engine:
+        expected: Any = seeded(partial(quantised, kind))
+        if not kind.startswith("int8"):
+            name = "layers.0.base.weight.absmax"
+            assert torch.equal(engine.state_dict()[name], expected.layers[0].base.weight.quant_state.absmax)
+        for name, value in model.state_dict().items():
+            assert (
+                torch.equal((value + 0).view(-1), (expected.state_dict()[name] + 0).view(-1))
+                or value.is_floating_point()
+            )
+        engine.save_checkpoint(tmp_path / "saved")
+    other: Any = seeded(partial(quantised, kind), 1)
+    with open_engine(other, engine_config(folder=tmp_path)) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        engine.close(restore=True)
+    assert torch.equal(other.layers[0].base(BATCHES[0][0]), expected.layers[0].base(BATCHES[0][0]))
+
+
+@pytest.mark.parametrize("param", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_runs_in_inference(packed: bool, kind: str, param: str) -> None:
+    """Results are those of the layout in which weights are stored, also where a forward had packed them for the CPU.
+
+    Packing rounds the scales, so a reference is packed and unpacked too (`state_dict` unpacks).
+    """
+    model, reference = (seeded(partial(quantised, kind)).eval() for _ in range(2))
+    with torch.no_grad():
+        if packed:
+            model(*BATCHES[0])
+            reference(*BATCHES[0])
+            reference.state_dict()
+        for each in reference.layers:
+            each.base.support_avx512bf16_for_cpu = False  # type: ignore[union-attr]
+        expected = reference(*BATCHES[0])
+        with infinity.init_inference(model, engine_config(param, prefetch_bytes=0), device=CpuDevice()) as engine:
+            for _ in range(2):
+                assert torch.equal(engine(*BATCHES[0]), expected)
+            assert_nothing_leaked(engine)  # type: ignore[arg-type]
+
+
+def test_a_closed_engine_leaves_no_values() -> None:
+    model: Any = quantised("int8")
+    with open_engine(model, engine_config()) as engine:
+        train(engine, BATCHES[:1])
+    with pytest.raises(UsageError, match="engine is closed"):
+        model(*BATCHES[0])
+
+
+# -- Hugging Face ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return measure("bitsandbytes_script.py", tmp_path_factory.mktemp("bitsandbytes"), "nf4", "int8", "trl", "wide")[0]
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_trainer_and_peft(kind: str, results: dict[str, Any]) -> None:
+    """Stages 2 and 3 and nvme equal the plain Trainer; the saved adapter loads over a new base, and merges."""
+    assert isinstance(results[kind], list), results[kind]
+    plainly, *others = results[kind]
+    assert len(others) == 3
+    for ours in others:
+        assert ours["loss"] == pytest.approx(plainly["loss"], rel=1e-5)
+        assert ours["grad_norm"] == pytest.approx(plainly["grad_norm"], rel=1e-4)
+        assert ours["final"] == pytest.approx(plainly["final"], rel=1e-4)
+        assert not ours["kept"]
+        assert ours["files"] == plainly["files"] and ours["distance"] < 1e-3 < ours["moved"]
+        assert ours["moved"] == pytest.approx(plainly["moved"], rel=1e-2)
+        assert ours["merged"] == pytest.approx(plainly["merged"], rel=0.1)  # rounded to codes once more
+
+
+def test_trl(results: dict[str, Any]) -> None:
+    """SFTTrainer's adapters are bf16 and have no master, which an engine adds."""
+    assert isinstance(results["trl"], list), results["trl"]
+    plainly, *others = results["trl"]
+    assert others[0] == others[1]
+    for ours in others:
+        assert ours["loss"] == pytest.approx(plainly["loss"], rel=2e-3)
+        assert ours["final"] == pytest.approx(plainly["final"], rel=2e-3)
+
+
+def test_two_ranks(tmp_path: Path, results: dict[str, Any]) -> None:
+    """Both kinds on two ranks have the losses of one rank with batches of twice the size."""
+    for ranks in measure("bitsandbytes_script.py", tmp_path, "ranks", launcher=TWO_RANKS):
+        assert isinstance(ranks["ranks"], list), ranks["ranks"]
+        for plainly, ours in zip(results["wide"], ranks["ranks"], strict=True):
+            for run in ours:
+                assert run["loss"] == pytest.approx(plainly["loss"], rel=1e-4)
+                assert run["final"] == pytest.approx(plainly["final"], rel=1e-4)
