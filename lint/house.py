@@ -36,9 +36,9 @@ LIMITS: dict[str, int] = {
     ASSIGNED: 38,
     CALLABLES: 0,
     JOB_FIELDS: 0,
-    LINES: 54_041,
-    FILES: 296,
-    SHORT_FILES: 41,
+    LINES: 57_330,
+    FILES: 312,
+    SHORT_FILES: 42,
     WORDS: 4_000,
     COMMENTS: 30,
 }

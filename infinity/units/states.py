@@ -185,6 +185,7 @@ class UnitStates:
         if layout.dtype == torch.float32:
             return self.ranks.shard(flats["master"]), _aligned_copy(records)
         low, high = layout.shard_range(rank)
+        # Construction and loads give masters alone; the parameter is rounded from them, as in an update.
         param = flat_tensor(layout.shard_numel, layout.dtype)
         for number, slot in enumerate(layout.slots):
             if not low <= slot.offset < high:
@@ -208,6 +209,7 @@ class UnitStates:
         param = self._read_shard(layout)
         flats = {"param": param}
         if layout.windows:
+            # One read of the whole extent: windows have their gaps there too, and a save needs all of them.
             form = RecordsFormat(layout)
             flats[RECORDS] = host_tensor(form.shard_nbytes * layout.world_size)
             tier, extent = self._at(layout, State.OPTIM)
@@ -359,6 +361,7 @@ class UnitStates:
         records = host_tensor(form.shard_nbytes)
         tier.read(extent, records).wait()
         low, high = layout.shard_range(rank)
+        # A parameter is whole in one shard, so its master is that of this rank or of another one.
         for number, slot in enumerate(layout.slots):
             part = slice(slot.offset - low, slot.stop - low)
             if low <= slot.offset < high and changed[part].any():

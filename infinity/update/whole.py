@@ -36,7 +36,8 @@ def update_whole(
         slot = layout.slots[number]
         start = slot.offset % layout.shard_numel
         run = next((run for run in runs if run.start <= start < run.stop), None)
-        if run is None:  # without a gradient in this step
+        # Without a gradient in this step, torch's optimizers leave a parameter and its states alone.
+        if run is None:
             continue
         record, hyper = slot.record, hypers[run.group]
         assert record is not None and isinstance(hyper, ParameterHyper)
@@ -64,7 +65,9 @@ class _Parameter:
         self, hyper: ParameterHyper, updates: int, grad: torch.Tensor, scale: float, device: torch.device
     ) -> None:
         record, memory = self._record, self._memory.to(device)
+        # In fp32, as a plain loop with fp32 masters converts gradients of 16 bits before it scales them.
         gradient = grad.to(device, torch.float32)
+        # Out of place: a stored gradient may be read once more.
         if scale != 1.0:
             gradient = gradient * scale
         if record.master is None:
@@ -76,5 +79,6 @@ class _Parameter:
             master = record.master.of(memory)
             hyper.rule.update(master, gradient, memory, record, updates, hyper.values, self._name)
             round_master(master, self._values)
+        # On a device that cannot address the tier, the class has worked on a copy.
         if memory is not self._memory:
             self._memory.copy_(memory)
