@@ -24,8 +24,8 @@ ADAPTER: dict[str, Any] = {"r": 4, "lora_alpha": 64, "target_modules": ["q_proj"
 
 
 def saved_base(folder: Path) -> Path:
-    """Return a folder with a small Llama, written once."""
-    path = folder.parent / "base"
+    """Return a folder with a small Llama, written once by each rank."""
+    path = folder.parent / f"base{os.environ.get('RANK', '0')}"  # each rank writes its own
     if not path.exists():
         set_seed(0)
         shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
