@@ -289,7 +289,7 @@ def _layout_whole(
     for member in sorted(members, key=lambda member: -prod(member.shape)):
         least = loads.index(min(loads))
         shards[least].append(member)
-        loads[least] += round_up(prod(member.shape), SLOT_ALIGNMENT)
+        loads[least] += _room_of(member)
     position = {member.name: number for number, member in enumerate(members)}
     cut = [_windows(sorted(shard, key=lambda member: position[member.name])) for shard in shards]
     length = round_up(max(end for _, end in cut), SHARD_ALIGNMENT)
@@ -304,10 +304,15 @@ def _layout_whole(
                 in_norm = norm_of == "model" or member.group >= 0
                 record = member.record
                 slots.append(Slot(member.name, member.shape, offset, member.group, member.copies, in_norm, record))
-                offset += round_up(prod(member.shape), SLOT_ALIGNMENT)
+                offset += _room_of(member)
             windows.append(Window(low + start, stop, before, len(slots)))
     numel = length * world_size
     return UnitLayout(index, name, tuple(slots), dtype, True, numel, world_size, first, tuple(windows))
+
+
+def _room_of(member: Member) -> int:
+    """Return the elements between a whole parameter and the next one: some for an empty one, which has a record too."""
+    return round_up(max(prod(member.shape), 1), SLOT_ALIGNMENT)
 
 
 def _windows(members: Sequence[Member]) -> tuple[list[tuple[int, list[Member]]], int]:
@@ -315,7 +320,7 @@ def _windows(members: Sequence[Member]) -> tuple[list[tuple[int, list[Member]]],
     found: list[tuple[int, list[Member]]] = [(0, [])]
     end = 0
     for member in members:
-        numel = round_up(prod(member.shape), SLOT_ALIGNMENT)
+        numel = _room_of(member)
         start, held = found[-1]
         if held and end + numel - start > _SMALL_WINDOW:
             end = round_up(end, _WINDOW_ALIGNMENT)
