@@ -184,8 +184,8 @@ def test_groups_of_another_optimizer_are_refused(name: str) -> None:
     keys = set(original.param_groups[0])
     with pytest.raises(ConfigError, match="DeepSpeedCPUAdam was given the param_groups of") as raised:
         replaced(DeepSpeedCPUAdam, original)
-    hint = 'Set "zero_force_ds_cpu_optimizer": false' in str(raised.value)
-    assert hint == (name in ("SGD", "Adagrad")) and "--optim adamw_torch" in str(raised.value)
+    assert 'Set "zero_force_ds_cpu_optimizer": false' in str(raised.value)
+    assert "--optim adamw_torch" in str(raised.value)
     assert set(original.param_groups[0]) == keys
 
 

@@ -156,6 +156,6 @@ def test_lines_are_of_values_and_not_of_objects(tmp_path: Path) -> None:
     config = engine_config(folder=tmp_path)
     assert lines_of(config, seeded(Stack)) == lines_of(config, seeded(Stack, 1))
     groups: list[dict[str, Any]] = [{"params": Stack().parameters(), "lr": torch.tensor(0.5), "name": object()}]
-    found = groups_in_common(config, groups)
-    assert found == groups_in_common(config, [{"lr": 0.5}])
+    found = groups_in_common(config, groups, {})
+    assert found == groups_in_common(config, [{"lr": 0.5}], {})
     assert found[0] == "param_group 0 has lr = 0.5" and len(found) == 4

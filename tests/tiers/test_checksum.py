@@ -9,7 +9,6 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ from torch import nn
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ChecksumError, StorageError, UsageError
 from infinity.native import _aio
-from infinity.plan.formats import GradDtypes, state_format
+from infinity.plan.formats import GradDtypes
 from infinity.plan.io import SMALLEST_CHUNK, stripe_chunk
 from infinity.plan.layout import Member, layout_unit
 from infinity.plan.placement import EXTENT_ALIGNMENT, Extent, Policy, State, checksum_block, place, tiles
+from infinity.plan.policy import OptimizerFormat
 from infinity.tier_kind import TierKind
 from infinity.tiers.nvme import NvmeTier
 from support.configs import PLACEMENTS, engine_config
@@ -50,7 +50,7 @@ def test_a_block_divides_all_that_ranges_start_at(granule: int, block_size: int)
 
 @pytest.mark.parametrize(("moments", "block"), [("fp32", EXTENT_ALIGNMENT), ("bf16", EXTENT_ALIGNMENT), ("8bit", 8192)])
 def test_the_default_block(moments: Any, block: int) -> None:
-    states = partial(state_format, master="remainder", rule="adamw", moments=moments)
+    states = OptimizerFormat("remainder", "adamw", moments)
     layout = layout_unit(0, "unit", [Member("p", (1 << 22,), 0)], torch.bfloat16, True, 1)
     grads = GradDtypes(*[torch.bfloat16] * 3)
     placement = place([layout], Policy(TierKind.NVME, TierKind.NVME, TierKind.NVME, lambda _: grads, states, 1 << 20))
@@ -237,7 +237,7 @@ def test_tiles_are_verified_by_themselves(tmp_path: Path) -> None:
         engine.settle()
         unit = max(engine.units, key=lambda unit: unit.layout.shard_numel)
         extent = engine.parts.plan.placement.of(unit.index, State.OPTIM)
-        cut = tiles(unit.layout.shard_numel, 4096, engine.parts.states.formats(unit.layout.dtype))
+        cut = tiles(unit.layout.shard_numel, 4096, engine.parts.states.formats(unit.layout))
         assert len(cut) > 2
         flip(engine, extent, cut[1].offset)
         for tile in cut:
