@@ -93,12 +93,22 @@ def store(state: Mapping[str, Any], states: States, memory: torch.Tensor) -> Non
         raise ValueError(f"its states are {has} now, and were {had} at the first steps")
     leaves = tree_flatten(dict(state))[0]
     values = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) or type(leaf) in _NUMBERS)
-    for each, value in zip(states.fields, values, strict=True):
-        place = each.of(memory)
+    places = [each.of(memory) for each in states.fields]
+    # A class may move a state to another name, whose place is overwritten below before it is read.
+    kept = [_apart(value, place, memory) for place, value in zip(places, values, strict=True)]
+    for place, value in zip(places, kept, strict=True):
         if not isinstance(value, torch.Tensor):
             place.fill_(value)
         elif value.data_ptr() != place.data_ptr() or not value.is_contiguous():
             place.copy_(value)
+
+
+def _apart(value: Any, place: torch.Tensor, memory: torch.Tensor) -> Any:
+    """Return a state, copied if it lies in `memory` at another place than its own."""
+    if not isinstance(value, torch.Tensor) or value.device != memory.device or value.is_meta:
+        return value
+    inside = value.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+    return value.clone() if inside and value.data_ptr() != place.data_ptr() else value
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
@@ -122,10 +132,23 @@ def shown(fields: Iterable[Field]) -> str:
     return ", ".join(f"{each.name} {'number' if each.is_number else list(each.shape)}" for each in fields) or "none"
 
 
+def snapshot(value: Any) -> Any:
+    """Return a value with which `same` finds changes in place: tensors and containers are copied."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {key: snapshot(each) for key, each in value.items()}
+    return type(value)(map(snapshot, value)) if type(value) in (list, tuple, set) else value
+
+
 def same(value: Any, other: Any) -> bool:
-    """Return whether a step left a value as it was."""
+    """Return whether a step left a value as it was. other: its `snapshot` before."""
     if value is other:
         return True
+    if type(value) is dict and type(other) is dict:
+        return value.keys() == other.keys() and all(same(each, other[key]) for key, each in value.items())
+    if type(value) in (list, tuple) and type(value) is type(other):
+        return len(value) == len(other) and all(map(same, value, other))
     if isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor):
         return isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(value, other)
     return type(value) is type(other) and bool(value == other)

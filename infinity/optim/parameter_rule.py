@@ -19,8 +19,8 @@ from torch import nn
 
 from infinity.errors import ConfigError, ModelError
 from infinity.optim.cpu_adam import split_master, split_master_torch
-from infinity.optim.own_states import alike, copied, describe, load, same, shown, store, why_not_stored
-from infinity.optim.separate import Coupled, check_separate, check_signature
+from infinity.optim.own_states import alike, copied, describe, load, same, shown, snapshot, store, why_not_stored
+from infinity.optim.separate import Coupled, check_attributes, check_separate, check_signature
 from infinity.plan.records import Record, States, record_of
 
 Group = Mapping[str, Any]
@@ -81,7 +81,8 @@ class ParameterRule:
                         f"param_group {number} of the optimizer ({rule.name}) has differentiable=True, which an engine "
                         "does not support: construct it without"
                     )
-                check_separate(rule.step, group)
+            check_attributes(optimizer)
+            check_separate(rule.step, optimizer.param_groups)
         except Coupled as error:
             raise rule.refused(str(error)) from error
         return rule
@@ -142,10 +143,12 @@ class ParameterRule:
         target = nn.Parameter(param)
         vars(target).update(self._attributes.get(name, {}))
         target.grad = grad
-        found = self.step([target], group, [load(record.states(updates), memory)])[0]
-        if target.data_ptr() != param.data_ptr():  # assigned to `.data`
-            param.copy_(target.detach())
+        found = self.step([([target], group)], [load(record.states(updates), memory)])[0]
+        # The class may have assigned to `.data`, and kept the old values, or given a state's memory to the parameter.
+        assigned = None if target.data_ptr() == param.data_ptr() else target.detach().clone()
         store(found, record.states(updates + 1), memory)
+        if assigned is not None:
+            param.copy_(assigned)
 
     def in_torch(self, record: Record, updates: int, memory: torch.Tensor) -> dict[str, Any]:
         """Return the states as the optimizer keeps them, with copies of the tensors."""
@@ -174,34 +177,39 @@ class ParameterRule:
     # -- the class -----------------------------------------------------------------------------------------------------
 
     def step(
-        self, params: Sequence[nn.Parameter], group: Group, states: Sequence[dict[str, Any]]
+        self, groups: Sequence[tuple[Sequence[nn.Parameter], Group]], states: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Run one step of the class over `params`, which have gradients and `states`. Returns their states.
+        """Run one step of the class over the parameters of `groups`, which have gradients and `states`, in their order.
+        Returns their states.
 
-        Raises Coupled if the step changes something else.
+        groups: parameters, and the other values of their param_group. Raises Coupled if the step changes something
+        else.
         """
         kind = type(self.optimizer)
         worker = object.__new__(kind)
-        given = {name: value for name, value in vars(self.optimizer).items() if name != "step"}
-        own = {**group, **{name: hint for name, hint in _HINTS.items() if name in group}, "params": list(params)}
-        before = dict(own)
+        params = [param for members, _ in groups for param in members]
+        given = {name: value for name, value in vars(self.optimizer).items() if name not in ("step", *_OF_TORCH)}
         hooks = {name: type(value)() for name, value in given.items() if name.startswith("_optimizer_")}
+        attributes = {name: snapshot(value) for name, value in given.items() if name not in hooks}
+        own = [{**group, **{key: hint for key, hint in _HINTS.items() if key in group}} for _, group in groups]
+        before = [{key: snapshot(value) for key, value in group.items() if key != "params"} for group in own]
         state: dict[Any, Any] = defaultdict(dict, {p: each for p, each in zip(params, states, strict=True) if each})
-        vars(worker).update({**given, **hooks, "state": state, "param_groups": [own]})
+        for group, (members, _) in zip(own, groups, strict=True):
+            group["params"] = list(members)
+        vars(worker).update({**given, **hooks, "state": state, "param_groups": own})
         # The profiler's wrapper runs hooks of all optimizers, which have run for the engine's.
         step: Callable[..., Any] = kind.step
         with torch.no_grad():
             (step.__wrapped__ if getattr(step, "hooked", False) else step)(worker)  # type: ignore[attr-defined]
-        changed = [name for name, value in own.items() if name not in before or not same(value, before[name])]
-        if changed:
-            raise Coupled(f"its step() changes {changed[0]!r} of the param_group, which is not a parameter's state")
-        attributes = [
-            name
-            for name, value in vars(worker).items()
-            if name not in _OF_TORCH and name not in hooks and not same(value, given.get(name, self))
-        ]
-        if attributes:
-            raise Coupled(f"its step() changes its attribute {attributes[0]!r}, which is not a parameter's state")
+        for group, kept in zip(own, before, strict=True):
+            changed = [key for key, value in group.items() if key != "params" and not same(value, kept.get(key, self))]
+            if changed:
+                raise Coupled(f"its step() changes {changed[0]!r} of the param_group, which is not a parameter's state")
+        after = {name: value for name, value in vars(worker).items() if name not in hooks and name not in _OF_TORCH}
+        if changed := [name for name, value in after.items() if not same(value, attributes.get(name, self))]:
+            raise Coupled(f"its step() changes its attribute {changed[0]!r}, which is not a parameter's state")
+        if others := [key for key in state if not any(key is param for param in params)]:
+            raise Coupled(f"its step() keeps a state of {others[0]!r:.40}, which is no parameter")
         return [state.get(p, {}) for p in params]
 
     def _probed(self, shape: tuple[int, ...], group: Group, attributes: Mapping[str, Any]) -> tuple[States, ...]:
@@ -219,7 +227,7 @@ class ParameterRule:
         found: list[States] = []
         for _ in range(_PROBED):
             param.grad = torch.full_like(param, 0.25)
-            state = self.step([param], group, [state])[0]
+            state = self.step([([param], group)], [state])[0]
             if why := why_not_stored(state, param):
                 raise Coupled(why)
             found.append(describe(state, is_meta=param.is_meta))

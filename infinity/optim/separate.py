@@ -15,8 +15,10 @@ from torch.utils._pytree import tree_flatten
 
 from infinity.optim.own_states import copied, same, why_not_stored
 
-Step = Callable[[Sequence[nn.Parameter], Mapping[str, Any], Sequence[dict[str, Any]]], list[dict[str, Any]]]
-"""(parameters, their param_group, their states) → their states after a step of the class."""
+Groups = Sequence[tuple[Sequence[nn.Parameter], Mapping[str, Any]]]
+"""Parameters, and the other values of their param_group."""
+Step = Callable[[Groups, Sequence[dict[str, Any]]], list[dict[str, Any]]]
+"""(groups, states of all parameters) → states after a step of the class."""
 _STEPS = 3
 
 
@@ -32,54 +34,72 @@ def check_signature(kind: type[torch.optim.Optimizer]) -> None:
         raise Coupled(f"its step() needs {', '.join(required)}, so it couples parameters")
 
 
-def check_separate(step: Step, group: Mapping[str, Any]) -> None:
+def check_attributes(optimizer: torch.optim.Optimizer) -> None:
+    """Raise Coupled if an attribute holds parameters, which are others than those that the class steps over here."""
+    for name, value in vars(optimizer).items():
+        if name not in ("state", "param_groups") and not name.startswith("_optimizer_") and _holds_parameters(value):
+            raise Coupled(f"its attribute {name!r} holds parameters, and an engine steps over one at a time")
+
+
+def _holds_parameters(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_parameters, (*value.keys(), *value.values())))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(map(_holds_parameters, value))
+    return isinstance(value, nn.Parameter)
+
+
+def check_separate(step: Step, param_groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise Coupled unless steps over several parameters have the bits of steps over each, and leave alone what has no
     gradient.
 
-    group: a param_group, whose parameters give the numbers of dimensions.
+    param_groups: their parameters give the numbers of dimensions.
     """
     generator = torch.Generator().manual_seed(0)
 
     def drawn(shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    shapes = sorted({_tiny(p.dim()) for p in group["params"] if p.requires_grad})
-    values = [drawn(shape) for shape in shapes for _ in range(2)]
-    together, apart = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
-    states: list[dict[str, Any]] = [{} for _ in values]
-    alone: list[dict[str, Any]] = [{} for _ in values]
+    shapes = [sorted({_tiny(p.dim()) for p in group["params"] if p.requires_grad}) for group in param_groups]
+    values = [[drawn(shape) for shape in each for _ in range(2)] for each in shapes]
+    together, apart = ([[nn.Parameter(value.clone()) for value in each] for each in values] for _ in range(2))
+    groups = [(members, group) for members, group in zip(together, param_groups, strict=True)]
+    single = [(param, group) for members, group in zip(apart, param_groups, strict=True) for param in members]
+    several = [param for members in together for param in members]
+    states: list[dict[str, Any]] = [{} for _ in several]
+    alone: list[dict[str, Any]] = [{} for _ in several]
     before = torch.get_rng_state()
     try:
-        for _ in range(_STEPS if values else 0):
-            for one, other in zip(together, apart, strict=True):
+        for _ in range(_STEPS if several else 0):
+            for one, (other, _) in zip(several, single, strict=True):
                 one.grad = drawn(tuple(one.shape))
                 other.grad = one.grad.clone()
-            states = step(together, group, states)
-            for param, state in zip(together, states, strict=True):
+            states = step(groups, states)
+            for param, state in zip(several, states, strict=True):
                 if why := why_not_stored(state, param):
                     raise Coupled(why)
-            alone = [step([param], group, [state])[0] for param, state in zip(apart, alone, strict=True)]
+            alone = [step([([p], group)], [state])[0] for (p, group), state in zip(single, alone, strict=True)]
     except Coupled:
         raise
     except Exception as error:
         raise Coupled(f"a step over tiny tensors ended in {type(error).__name__}: {error}") from error
     if not torch.equal(before, torch.get_rng_state()):
         raise Coupled("its step() draws random numbers, which depend on the order of parameters")
-    if not all(map(torch.equal, together, apart)):
+    if not all(torch.equal(one, other) for one, (other, _) in zip(several, single, strict=True)):
         raise Coupled("a parameter's update depends on the other parameters of the step")
-    if values:
-        _check_waits_for_gradients(step, together, group, states)
+    if several:
+        _check_waits_for_gradients(step, groups, several, states)
 
 
 def _check_waits_for_gradients(
-    step: Step, params: Sequence[nn.Parameter], group: Mapping[str, Any], states: Sequence[dict[str, Any]]
+    step: Step, groups: Groups, params: Sequence[nn.Parameter], states: Sequence[dict[str, Any]]
 ) -> None:
     """Raise Coupled if a step changes parameters or states without a gradient, which an engine leaves alone."""
     before, kept = [param.detach().clone() for param in params], [copied(state) for state in states]
     for param in params:
         param.grad = None
     try:
-        after = step(params, group, states)
+        after = step(groups, states)
     except Coupled:
         raise
     except Exception:  # noqa: BLE001 - a plain loop fails as well

@@ -269,6 +269,11 @@ def test_use_muon_decides(tmp_path: Path) -> None:
         assert (len(first["params"]), first["lr"], second["lr"]) == (1, 0.1, 0.2)
 
 
+def two_groups(params: Any) -> list[dict[str, Any]]:
+    first, *others = params
+    return [{"params": [first]}, {"params": others}]
+
+
 class Counting(optim.SGD):
     """Keeps a count of its own."""
 
@@ -312,6 +317,53 @@ class Sharing(Counting):
                 self.state[p]["same"] = p.detach()
 
 
+class Keyed(Counting):
+    """Keeps a count under a key that is no parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["steps"]["count"] = self.state["steps"].get("count", 0) + 1
+
+
+class ByGroup(Counting):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for number, group in enumerate(self.param_groups):
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.sub_(p.grad, alpha=1.0 + number)
+
+
+class ByParameter(Counting):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.scales = {p: 2.0 for group in self.param_groups for p in group["params"]}
+
+
+class InPlace(Counting):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.seen: list[int] = []
+
+    def step(self, closure: Any = None) -> None:
+        self.seen.append(1)
+
+
+class Moving(optim.SGD):
+    """Moves states to other names, keeps the parameter's old value, and swaps memory with a state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                state |= {name: torch.zeros_like(p) for name in ("last", "before", "old", "swapped")}
+            new = p.data - 0.01 * (p.grad + state["last"] + 2 * state["before"] + 0.1 * state["old"])
+            state["before"], state["last"] = state["last"], p.grad.clone()
+            state["old"] = p.data
+            state["swapped"], p.data = new, state["swapped"]
+            state["swapped"], p.data = p.data, state["swapped"]
+
+
 class Marked(optim.SGD):
     """Reads an attribute of the parameter."""
 
@@ -342,6 +394,10 @@ class Drawing(Counting):
         (Drawing, "draws random numbers"),
         (Decaying, "that have no gradient"),
         (Sharing, "share memory"),
+        (Keyed, "keeps a state of 'steps'"),
+        (lambda params: ByGroup(two_groups(params)), "depends on the other parameters"),
+        (ByParameter, "its attribute 'scales' holds parameters"),
+        (InPlace, "changes its attribute 'seen'"),
         (lambda params: optim.NAdam(params, differentiable=True), "differentiable=True"),
     ],
 )
@@ -363,6 +419,20 @@ def test_attributes_of_parameters(tmp_path: Path) -> None:
         train(engine, token_batches(2))
         found = parameters_of(engine)
     assert_equal(found, plain(stack(), make, token_batches(2), config).parameters)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_states_that_move(bf16: bool, tmp_path: Path) -> None:
+    """A class may give a state's memory to another state or to the parameter, or keep the parameter's old memory."""
+
+    def make(model: nn.Module) -> list[optim.Optimizer]:
+        return [Moving(model.parameters(), lr=0.1)]
+
+    config, model = engine_config(folder=tmp_path, bf16=bf16), stack()
+    with infinity.initialize(model, config, optimizer=make(model), device=CpuDevice())[0] as engine:
+        train(engine, token_batches(STEPS))
+        found = parameters_of(engine)
+    assert_equal(found, plain(stack(), make, token_batches(STEPS), config).parameters)
 
 
 def test_other_refusals(tmp_path: Path) -> None:
