@@ -31,7 +31,7 @@ def describe(state: Mapping[str, Any], *, is_meta: bool = False) -> States:
     fields: list[Field] = []
     constants: list[_Constant | None] = []
     for path, leaf in paths:
-        name = ".".join(str(getattr(key, "key", getattr(key, "idx", keystr((key,))))) for key in path)
+        name = _name(path)
         if isinstance(leaf, torch.Tensor):
             # Beside a meta parameter, the class chose host memory; beside one in host memory, a scalar may stay there.
             on_host = leaf.is_cpu and (is_meta or not leaf.dim())
@@ -43,6 +43,13 @@ def describe(state: Mapping[str, Any], *, is_meta: bool = False) -> States:
         else:
             constants.append(_Constant(leaf))
     return States(tuple(fields), (tree, tuple(constants)))
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """Return a name that no other state of the parameter has, such as exp_avg or sums[0]. "master" is the engine's."""
+    key = path[0].key
+    is_plain = isinstance(key, str) and key.isidentifier() and key != "master"
+    return f"{key}{keystr(path[1:])}" if is_plain else keystr(path)
 
 
 def why_not_stored(state: Mapping[str, Any], param: torch.Tensor) -> str:

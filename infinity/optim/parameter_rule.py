@@ -168,11 +168,13 @@ class ParameterRule:
             "load the state dict of an optimizer of this class, with the same options, over the same parameters"
         )
 
-    def from_torch(self, state: Mapping[str, Any], record: Record, memory: torch.Tensor) -> int:
-        """Store a parameter's state, in torch's layout, into `memory`. Returns `check_torch`."""
+    def from_torch(self, state: Mapping[str, Any], record: Record, memory: torch.Tensor, step: int) -> int:
+        """Store a parameter's state, in torch's layout, into `memory`. Returns a number of updates after which it has
+        such a state: `step`, its count of updates, if that is one.
+        """
         updates = self.check_torch(state, record, "a parameter")
         store(state, record.after[updates - 1], memory)
-        return updates
+        return step if step > 0 and record.states(step) == record.after[updates - 1] else updates
 
     # -- the class -----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -65,3 +66,16 @@ class RecordsFormat:
         record = self.layout.slots[slot].record
         assert record is not None
         return records[self.places[slot] : self.places[slot] + record.nbytes]
+
+    def masters(self, records: torch.Tensor, shard: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the place of each parameter in a shard, in elements, and its fp32 master in the shard's records.
+
+        records: uint8 (shard_nbytes,), of a unit in 16 bits.
+        """
+        low, high = self.layout.shard_range(shard)
+        for window in self.layout.windows:
+            for number in range(window.first, window.last) if low <= window.start < high else ():
+                slot, place = self.layout.slots[number], self.places[number] - shard * self.shard_nbytes
+                assert slot.record is not None and slot.record.master is not None
+                master = slot.record.master.of(records[place : place + slot.record.nbytes])
+                yield slice(slot.offset - low, slot.stop - low), master

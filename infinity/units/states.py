@@ -183,20 +183,15 @@ class UnitStates:
         form, rank = RecordsFormat(layout), self.ranks.shard_rank
         records = self.ranks.shard(flats[RECORDS]) if RECORDS in flats else host_tensor(form.shard_nbytes)
         if layout.dtype == torch.float32:
-            return self.ranks.shard(flats["master"]), _aligned_copy(records)
-        low, high = layout.shard_range(rank)
+            return self.ranks.shard(flats["master"]), records
         # Construction and loads give masters alone; the parameter is rounded from them, as in an update.
         param = flat_tensor(layout.shard_numel, layout.dtype)
-        for number, slot in enumerate(layout.slots):
-            if not low <= slot.offset < high:
-                continue
-            assert slot.record is not None and slot.record.master is not None
-            place = form.places[number] - rank * form.shard_nbytes
-            master = slot.record.master.of(records[place : place + slot.record.nbytes])
-            if "master" in flats:
-                master.copy_(flats["master"][slot.offset : slot.stop].view(slot.shape))
-            round_master(master, param[slot.offset - low :][: slot.numel].view(slot.shape))
-        return param, _aligned_copy(records)
+        values = self.ranks.shard(flats["master"]) if "master" in flats else None
+        for part, master in form.masters(records, rank):
+            if values is not None:
+                master.copy_(values[part].view(master.shape))
+            round_master(master, param[part].view(master.shape))
+        return param, records
 
     def read(self, layout: UnitLayout) -> Flats:
         """Return the unit's states, complete on every rank. Collective."""
@@ -213,9 +208,7 @@ class UnitStates:
             form = RecordsFormat(layout)
             flats[RECORDS] = host_tensor(form.shard_nbytes * layout.world_size)
             tier, extent = self._at(layout, State.OPTIM)
-            records = host_tensor(form.shard_nbytes)
-            tier.read(extent, records).wait()
-            self.ranks.shard(flats[RECORDS]).copy_(records)
+            tier.read(extent, self.ranks.shard(flats[RECORDS])).wait()
             if layout.dtype == torch.float32:
                 flats["master"] = param
         elif layout.trainable:
@@ -360,15 +353,8 @@ class UnitStates:
         tier, extent = self._at(layout, State.OPTIM)
         records = host_tensor(form.shard_nbytes)
         tier.read(extent, records).wait()
-        low, high = layout.shard_range(rank)
-        # A parameter is whole in one shard, so its master is that of this rank or of another one.
-        for number, slot in enumerate(layout.slots):
-            part = slice(slot.offset - low, slot.stop - low)
-            if low <= slot.offset < high and changed[part].any():
-                assert slot.record is not None and slot.record.master is not None
-                place = form.places[number] - rank * form.shard_nbytes
-                master = slot.record.master.of(records[place : place + slot.record.nbytes]).view(-1)
-                master[changed[part]] = values[part][changed[part]].float()
+        for part, master in form.masters(records, rank):
+            master.view(-1)[changed[part]] = values[part][changed[part]].float()
         tier.write(extent, records).wait()
 
     def _native(self, layout: UnitLayout) -> StateFormat:
@@ -398,12 +384,3 @@ class UnitStates:
 def view(kind: StateKind, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
     """Return a view of a parameter's part of the unit's flat tensor, in its saved shape."""
     return flat[kind.part(slot.offset, slot.stop)].view(kind.shape_in(slot.shape))
-
-
-def _aligned_copy(shard: torch.Tensor) -> torch.Tensor:
-    """Return `shard`, or a copy at the beginning of a page, as direct I/O requires."""
-    if shard.data_ptr() % PAGE == 0:
-        return shard
-    aligned = host_tensor(shard.numel())
-    aligned.copy_(shard)
-    return aligned

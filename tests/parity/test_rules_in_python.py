@@ -18,7 +18,7 @@ from support.configs import PLACEMENTS, engine_config, raw
 from support.late_device import LateDevice
 from support.loops import Result, parameters_of, train
 from support.models import Stack, seeded, token_batches
-from support.rules import OPTIMIZERS, coefficients, matrices, others, plain
+from support.rules import OPTIMIZERS, Sluggish, coefficients, matrices, others, plain
 from support.states import states_of
 
 STEPS = 4
@@ -433,6 +433,82 @@ def test_states_that_move(bf16: bool, tmp_path: Path) -> None:
         train(engine, token_batches(STEPS))
         found = parameters_of(engine)
     assert_equal(found, plain(stack(), make, token_batches(STEPS), config).parameters)
+
+
+class Named(optim.SGD):
+    """Gives states the names of an engine's own, and names that are alike once they are joined."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state: dict[Any, Any] = self.state[p]
+            if not state:
+                state |= {name: torch.zeros_like(p) for name in ("master", "param", "records", "a.b", "0", 0)}
+                state["a"] = {"b": torch.zeros_like(p)}
+            values = [*(value for name, value in state.items() if name != "a"), state["a"]["b"]]
+            for number, value in enumerate(values):
+                value.mul_(0.1 * number).add_(p.grad)
+            p.sub_(torch.stack(values).cumsum(0).sum(0), alpha=0.002)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("param", "optim_"), [("none", "none"), ("nvme", "nvme")])
+def test_states_of_any_names(bf16: bool, param: str, optim_: str, tmp_path: Path) -> None:
+    """Each state has a place of its own, in the tier and in a checkpoint."""
+
+    def opened() -> TrainingEngine:
+        model = stack()
+        made = Named(model.parameters(), lr=0.1)
+        return infinity.initialize(model, config, optimizer=made, device=CpuDevice())[0]
+
+    config, batches = engine_config(param, optim_, folder=tmp_path, bf16=bf16), token_batches(STEPS)
+    expected = plain(stack(), lambda model: [Named(model.parameters(), lr=0.1)], batches, config)
+    with opened() as engine:
+        train(engine, batches[:2])
+        engine.save_checkpoint(tmp_path / "saved")
+        names = [*engine.optimizer.state_dict()["state"][0]]
+        assert names == ["master", "param", "records", "a.b", "0", 0, "a"]
+        train(engine, batches[2:])
+        assert_equal(parameters_of(engine), expected.parameters)
+    with opened() as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        train(engine, batches[2:])
+        assert_equal(parameters_of(engine), expected.parameters)
+
+
+class Strides(Sluggish):
+    """Its `step` grows by 10 in each update."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p]["step"] = 10 * self.state[p]["count"]
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_step_that_is_no_count_of_updates(steps: int, tmp_path: Path) -> None:
+    """A state dict says by its states, and not by a number, which of them the next update finds."""
+
+    def opened() -> TrainingEngine:
+        model = stack()
+        return infinity.initialize(model, config, optimizer=Strides(model.parameters()), device=CpuDevice())[0]
+
+    config, batches = engine_config(folder=tmp_path), token_batches(STEPS)
+    with opened() as engine:
+        train(engine, batches[:steps])
+        values, states = parameters_of(engine), copy.deepcopy(engine.optimizer.state_dict())
+        train(engine, batches[steps:])
+        expected = parameters_of(engine)
+    with opened() as engine:
+        engine.load_with(lambda model: model.load_state_dict(values))
+        engine.optimizer.load_state_dict(states)
+        loaded = engine.optimizer.state_dict()["state"]
+        assert {n: [*state] for n, state in loaded.items()} == {n: [*s] for n, s in states["state"].items()}
+        train(engine, batches[steps:])
+        assert_equal(parameters_of(engine), expected)
 
 
 def test_other_refusals(tmp_path: Path) -> None:

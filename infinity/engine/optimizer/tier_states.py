@@ -123,7 +123,7 @@ class TierStates:
             if saved is not None and saved.own is not None:
                 assert rule is not None and slot.record is not None
                 memory = RecordsFormat(layout).of(flats[RECORDS], number)
-                steps[number] = max(saved.step, rule.from_torch(saved.own, slot.record, memory))
+                steps[number] = rule.from_torch(saved.own, slot.record, memory, saved.step)
         unit.snapshot_read.wait()  # a background save may still read the present states
         states.write(layout, flats)
         unit.restore_steps(steps)
