@@ -46,6 +46,8 @@ def describe(plan: Plan) -> str:
         f"; up to {show_bytes(more)} more on {tier} while gradients wait, as in the first step"
         for tier, more in plan.passing.items()
     )
+    if plan.step_nbytes:
+        passing += f"; up to {show_bytes(plan.step_nbytes)} more on device while the optimizer updates a parameter"
     return "\n".join(
         [
             *lines,

@@ -19,6 +19,7 @@ from torch import nn
 
 from infinity.errors import ConfigError, ModelError
 from infinity.optim.cpu_adam import split_master, split_master_torch
+from infinity.optim.live_bytes import Allocations
 from infinity.optim.own_states import alike, copied, describe, load, same, shown, snapshot, store, why_not_stored
 from infinity.optim.separate import Coupled, check_attributes, check_separate, check_signature
 from infinity.plan.records import Record, States, record_of
@@ -115,13 +116,13 @@ class ParameterRule:
         key = shape, has_master, *values
         if key not in self._records:
             try:
-                after = self._probed(shape, group, own)
+                after, step_nbytes = self._probed(shape, group, own)
             except Coupled as error:
                 raise self.refused(str(error)) from error
             except Exception as error:
                 text = f"a step over a tensor of shape {list(shape)} ended in {type(error).__name__}: {error}"
                 raise self.refused(text) from error
-            self._records[key] = record_of(shape, after, has_master=has_master)
+            self._records[key] = record_of(shape, after, has_master=has_master, step_nbytes=step_nbytes)
         return self._records[key]
 
     def update(
@@ -214,8 +215,12 @@ class ParameterRule:
             raise Coupled(f"its step() keeps a state of {others[0]!r:.40}, which is no parameter")
         return [state.get(p, {}) for p in params]
 
-    def _probed(self, shape: tuple[int, ...], group: Group, attributes: Mapping[str, Any]) -> tuple[States, ...]:
-        """Return the states after each of the first updates of a parameter of `shape`."""
+    def _probed(
+        self, shape: tuple[int, ...], group: Group, attributes: Mapping[str, Any]
+    ) -> tuple[tuple[States, ...], int]:
+        """Return the states after each of the first updates of a parameter of `shape`, and the most bytes of the
+        tensors that an update makes.
+        """
         try:
             return self._probe(nn.Parameter(torch.empty(shape, device="meta")), group, attributes)
         except Coupled:
@@ -223,19 +228,25 @@ class ParameterRule:
         except Exception:  # noqa: BLE001 - a step that reads a value, which tensors without memory lack
             return self._probe(nn.Parameter(torch.full(shape, 0.5)), group, attributes)
 
-    def _probe(self, param: nn.Parameter, group: Group, attributes: Mapping[str, Any]) -> tuple[States, ...]:
+    def _probe(
+        self, param: nn.Parameter, group: Group, attributes: Mapping[str, Any]
+    ) -> tuple[tuple[States, ...], int]:
         vars(param).update(attributes)
         state: dict[str, Any] = {}
         found: list[States] = []
+        step_nbytes = 0
         for _ in range(_PROBED):
             param.grad = torch.full_like(param, 0.25)
-            state = self.step([([param], group)], [state])[0]
+            # A mode of its own, since states of an earlier step are in the record, where an update finds them.
+            with Allocations() as made:
+                state = self.step([([param], group)], [state])[0]
+            step_nbytes = max(step_nbytes, made.bytes.peak)
             if why := why_not_stored(state, param):
                 raise Coupled(why)
             found.append(describe(state, is_meta=param.is_meta))
         while len(found) > 1 and alike(found[-1], found[-2]):
             found.pop()
-        return tuple(found)
+        return tuple(found), step_nbytes
 
 
 def round_master(master: torch.Tensor, param: torch.Tensor) -> None:

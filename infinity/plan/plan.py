@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -47,6 +47,7 @@ from infinity.plan.pools import (
     unit_pool,
     update_pools,
 )
+from infinity.plan.windows import RecordsFormat
 from infinity.tier_kind import TierKind
 
 if TYPE_CHECKING:
@@ -101,6 +102,8 @@ class Plan:
     """Threads of the CPU Adam; 0: one per processor that the process may use."""
     check_nan: bool
     """Skip units with a non-finite gradient in updates during backward."""
+    step_nbytes: int
+    """Bytes of the device that an update by a rule in Python takes, as the tensors of the optimizer's class."""
     debug: bool
     """Poison released buffers, and reuse each as late as possible."""
 
@@ -131,8 +134,9 @@ class Plan:
         return self.placement.passing if self.update is not None else {}
 
     def peak_nbytes(self) -> dict[TierKind, int]:
-        """Return tier → bytes that must be available: `nbytes` and `passing`."""
-        return {tier: nbytes + self.passing.get(tier, 0) for tier, nbytes in self.nbytes().items()}
+        """Return tier → bytes that must be available: `nbytes`, `passing` and, on the device, `step_nbytes`."""
+        peak = {tier: nbytes + self.passing.get(tier, 0) for tier, nbytes in self.nbytes().items()}
+        return {**peak, TierKind.DEVICE: peak[TierKind.DEVICE] + self.step_nbytes}
 
     def peak_of_host(self) -> int:
         """Return the peak of host memory, which includes the device's buffers if the host computes."""
@@ -239,6 +243,7 @@ def make_plan(
         seed=config.infinity.seed,
         adam_threads=config.infinity.adam_threads or device.processors,
         check_nan=config.infinity.check_nan,
+        step_nbytes=_step_nbytes(layouts, device) if train else 0,
         debug=config.infinity.debug,
     )
     placed = partial(_placed, bare, config, discovered)
@@ -273,6 +278,7 @@ def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster, 
     taken = sum(held.get(TierKind.DEVICE, 0) for held in (placement.nbytes, placement.passing)) + sum(
         pool.nbytes for pool in pools if pool.tier.on_device
     )
+    taken += bare.step_nbytes
     room = device.usable - taken if device.usable else None
     in_place = used_in_place(placement, ranks, device) if bare.update is None else frozenset[int]()
     moved, left = discovered.without(in_place), [layout for layout in layouts if layout.index not in in_place]
@@ -294,6 +300,12 @@ def _placed(bare: Plan, config: Config, discovered: Discovered, faster: Faster, 
         least_unit_bytes=least_unit_bytes(moved, left, **order),
         io=io,
     )
+
+
+def _step_nbytes(layouts: Sequence[UnitLayout], device: DeviceInfo) -> int:
+    """Return the most bytes that the update of a parameter by a rule in Python takes beside the buffers."""
+    whole = (RecordsFormat(layout) for layout in layouts if layout.windows)
+    return max((each.step_nbytes(copied=not device.host_addressable) for each in whole), default=0)
 
 
 def lay_out(

@@ -64,6 +64,8 @@ class Record:
 
     master: Field | None
     after: tuple[States, ...]
+    step_nbytes: int = field(default=0, compare=False)
+    """The most bytes that the class's tensors take at once during an update, beside the record."""
 
     def states(self, updates: int) -> States:
         """Return the states after a number of updates."""
@@ -89,7 +91,7 @@ class Record:
         return _aligned(max([*ends, self.master.nbytes if self.master else 0]))
 
 
-def record_of(shape: tuple[int, ...], after: tuple[States, ...], *, has_master: bool) -> Record:
+def record_of(shape: tuple[int, ...], after: tuple[States, ...], *, has_master: bool, step_nbytes: int = 0) -> Record:
     """Return the record of a parameter, with the fields of `after` placed one after the other.
 
     A state has the same place after each update.
@@ -101,7 +103,8 @@ def record_of(shape: tuple[int, ...], after: tuple[States, ...], *, has_master: 
         if each not in placed:
             placed[each] = replace(each, first=first)
             first = _aligned(first + each.nbytes)
-    return Record(master, tuple(States(tuple(placed[each] for each in s.fields), s.tree) for s in after))
+    after = tuple(States(tuple(placed[each] for each in s.fields), s.tree) for s in after)
+    return Record(master, after, step_nbytes)
 
 
 def _aligned(nbytes: int) -> int:

@@ -49,6 +49,20 @@ class RecordsFormat:
         """Bytes of the records of an element of the shard, padding included."""
         return self.shard_nbytes / self.layout.shard_numel
 
+    def step_nbytes(self, *, copied: bool) -> int:
+        """Return the most bytes that the update of one parameter takes beside the buffers: the gradient in fp32, the
+        class's own tensors, and the rounding of a master. copied: the values and the record too, for a device that
+        cannot address their memory.
+        """
+        most = 0
+        for slot in self.layout.slots:
+            assert slot.record is not None
+            values, has_master = 4 * slot.numel, slot.record.master is not None
+            rounding = (6 if copied else 4) * slot.numel if has_master else 0
+            copies = slot.record.nbytes + (0 if has_master else values) if copied else 0
+            most = max(most, values + max(slot.record.step_nbytes, rounding) + copies)
+        return most
+
     @cached_property
     def places(self) -> tuple[int, ...]:
         """Byte of each slot's record in the extents of all shards, one after the other."""

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from infinity.optim.live_bytes import LiveBytes
 from infinity.sim.clock import Clock
 from infinity.sim.device import META, SimulatedDevice
 from infinity.sim.machine import Links
@@ -71,9 +72,8 @@ class Compute(TorchDispatchMode):
         self._rates = {getattr(torch, name): rate for name, rate in links.flops.items()}
         self._weights = {getattr(torch, name): rate for name, rate in links.weights.items()}
         self.flops = 0.0
-        self.live = 0
-        """Bytes of results of the model's operations that are alive."""
-        self.peak = 0
+        self.bytes = LiveBytes()
+        """Bytes of the results of the model's operations."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -157,24 +157,7 @@ class Compute(TorchDispatchMode):
         """Count the memory of a result until it is freed."""
         if not isinstance(tensor, torch.Tensor) or not tensor.is_meta:
             return
-        storage = tensor.untyped_storage()
-        if hasattr(storage, "_counted"):
-            return
-        storage._counted = _Counted(self, storage.nbytes())  # type: ignore[attr-defined]
-
-
-class _Counted:
-    """Memory that is alive. Belongs to its storage, and ends with it."""
-
-    __slots__ = ("_compute", "_nbytes")
-
-    def __init__(self, compute: Compute, nbytes: int) -> None:
-        self._compute, self._nbytes = compute, nbytes
-        compute.live += nbytes
-        compute.peak = max(compute.peak, compute.live)
-
-    def __del__(self) -> None:
-        self._compute.live -= self._nbytes
+        self.bytes.count(tensor.untyped_storage())
 
 
 @dataclass(frozen=True)

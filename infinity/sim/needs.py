@@ -64,6 +64,7 @@ def needs_of(plan: Plan, machine: Machine, *, activations: Mapping[TierKind, int
             tiers[TierKind.NVME][_KIND[state]] += nbytes * ranks
     for pool in plan.pools:
         tiers[place[pool.tier]]["buffers"] += pool.nbytes * ranks
+    tiers[place[TierKind.DEVICE]]["buffers"] += plan.step_nbytes * ranks
     peak, passing = dict.fromkeys(TierKind, 0), dict.fromkeys(TierKind, 0)
     for tier, nbytes in plan.peak_nbytes().items():
         peak[place[tier]] += nbytes * ranks

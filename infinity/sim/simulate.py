@@ -193,15 +193,15 @@ class _Loop:
         with fused_attention(), place, self._compute:
             self._note()
             for _ in range(steps):
-                self.activation_bytes = self._compute.peak = 0
+                self.activation_bytes = self._compute.bytes.peak = 0
                 self._compute.flops = 0.0
-                before, moved, waits = self._compute.live, self._moved(), self._engine.ledger.waits()
+                before, moved, waits = self._compute.bytes.live, self._moved(), self._engine.ledger.waits()
                 if blocks is not None:
                     self._whole_step(args, blocks)
                 else:
                     for _ in range(self._engine.batch.accumulation):
                         self._micro_batch(args)
-                self.working_bytes, self.flops = self._compute.peak - before, self._compute.flops
+                self.working_bytes, self.flops = self._compute.bytes.peak - before, self._compute.flops
                 self.moved = {key: nbytes - moved[key] for key, nbytes in self._moved().items()}
                 self.waits = between(waits, self._engine.ledger.waits())
                 self._note()
@@ -215,19 +215,19 @@ class _Loop:
         return self._engine._batches.reason
 
     def _micro_batch(self, args: Sequence[Any]) -> None:
-        before = self._compute.live
+        before = self._compute.bytes.live
         loss = self._loss_of(self._engine(*args))
-        self.activation_bytes = max(self.activation_bytes, self._compute.live - before)
+        self.activation_bytes = max(self.activation_bytes, self._compute.bytes.live - before)
         self._engine.backward(loss)
         del loss
         self._engine.step()
 
     def _whole_step(self, args: Sequence[Any], blocks: Sequence[nn.Module]) -> None:
-        before = self._compute.live
+        before = self._compute.bytes.live
 
         def loss_of(output: Any, _: Any) -> torch.Tensor:
             loss = self._loss_of(output)
-            self.activation_bytes = max(self.activation_bytes, self._compute.live - before)
+            self.activation_bytes = max(self.activation_bytes, self._compute.bytes.live - before)
             return loss
 
         self._engine.train_batch(repeat(args), loss_of, blocks=blocks)

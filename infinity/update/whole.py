@@ -67,9 +67,9 @@ class _Parameter:
         record, memory = self._record, self._memory.to(device)
         # In fp32, as a plain loop with fp32 masters converts gradients of 16 bits before it scales them.
         gradient = grad.to(device, torch.float32)
-        # Out of place: a stored gradient may be read once more.
         if scale != 1.0:
-            gradient = gradient * scale
+            # Not in place in a tile: a stored gradient may be read once more.
+            gradient = gradient * scale if gradient is grad else gradient.mul_(scale)
         if record.master is None:
             values = self._values.to(device)
             hyper.rule.update(values, gradient, memory, record, updates, hyper.values, self._name)

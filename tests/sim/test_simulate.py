@@ -188,10 +188,10 @@ def test_activations_that_came_back_take_memory_of_the_device(tmp_path: Path, mo
 
     def counted(store: ActivationStore, stored: Stored, *, in_memory: bool) -> None:
         nonlocal came_back
-        others = computes[0].live - store._resident_bytes()  # the first one is the model's
+        others = computes[0].bytes.live - store._resident_bytes()  # the first one is the model's
         use(store, stored, in_memory=in_memory)
         came_back += not in_memory
-        assert computes[0].live - store._resident_bytes() == others
+        assert computes[0].bytes.live - store._resident_bytes() == others
 
     monkeypatch.setattr(simulating, "Compute", Seen)
     monkeypatch.setattr(ActivationStore, "use", counted)
