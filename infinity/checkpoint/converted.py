@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -42,24 +42,45 @@ class _Conversion:
     rule: Any
     layer: str
     model: nn.Module
+    shapes: Mapping[str, tuple[int, ...]]
     sources: dict[str, list[Stored]] = field(default_factory=dict)
 
-    def __call__(self, read: Callable[[Stored], Any], experts: slice) -> dict[str, torch.Tensor]:
+    def __call__(self, read: Callable[[Stored, slice], Any], experts: slice) -> dict[str, torch.Tensor]:
         """Return name in the model → tensor. experts: those to convert, if the rule keeps them apart."""
-        rule = copy.deepcopy(self.rule)
+        rule, chosen = copy.deepcopy(self.rule), experts if self.experts else slice(None)
+        listed, rows = (chosen, slice(None)) if self._is_list else (slice(None), chosen)
         for pattern, tensors in self.sources.items():
-            for each in tensors[experts] if self.experts else tensors:
-                rule.add_tensor(self.layer, each.name, pattern, partial(read, each))
-        found = rule.convert(self.layer, model=self.model, config=self.model.config)
+            for each in tensors[listed]:
+                rule.add_tensor(self.layer, each.name, pattern, partial(read, each, rows))
+        found = rule.convert(self.layer, model=_Shapes(self.shapes, chosen), config=self.model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
     @property
     def experts(self) -> int:
         """The number of experts, which are entries of the first dimension that the rule does not mix; else 0."""
-        first, *others = self.rule.operations
-        counts = {len(tensors) for tensors in self.sources.values()}
-        is_list = type(first).__name__ == "MergeModulelist" and first.dim == 0 and len(counts) == 1
-        return counts.pop() if is_list and all(map(_keeps_experts, others)) else 0
+        lists = self.sources.values()
+        stored = {next(iter(tensor.spec.shape), 0) for tensors in lists for tensor in tensors}
+        counts = {len(tensors) for tensors in lists} if self._is_list else stored
+        is_apart = len(counts) == 1 and all(map(_keeps_experts, self.rule.operations[self._is_list :]))
+        return counts.pop() if is_apart else 0
+
+    @property
+    def _is_list(self) -> bool:
+        """Whether the folder has a tensor for each expert. Otherwise its tensors have all experts."""
+        first = self.rule.operations[0]
+        return type(first).__name__ == "MergeModulelist" and first.dim == 0
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """The model for rules, which depend on shapes of its parameters. A tiled model lacks them."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    experts: slice
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        whole = torch.empty(self.shapes[name], device="meta")
+        return whole[self.experts]
 
 
 def _keeps_experts(operation: Any) -> bool:
@@ -79,13 +100,17 @@ class _Latest:
         key = id(conversion), experts.start, experts.stop
         if key != self._key:
             self._key, self._found = None, {}  # before the next ones are read
-            self._found = conversion(_whole, experts)
+            self._found = conversion(_read, experts)
             self._key = key
         return self._found
 
 
-def _whole(tensor: Stored) -> torch.Tensor:
-    return tensor.read(0, prod(tensor.spec.shape)).view(tensor.spec.shape)
+def _read(tensor: Stored, rows: slice) -> torch.Tensor:
+    shape = tensor.spec.shape
+    if rows == slice(None):
+        return tensor.read(0, prod(shape)).view(shape)
+    start, stop, _ = rows.indices(shape[0])
+    return tensor.read(start * prod(shape[1:]), stop * prod(shape[1:])).view(-1, *shape[1:])
 
 
 @dataclass(frozen=True)
@@ -119,10 +144,10 @@ class ConvertedTensor:
             target.copy_(self.read(0, target.numel()).view(target.shape))
 
 
-def converted(model: nn.Module, names: Iterable[str], saved: Mapping[str, Any]) -> dict[str, Any]:
+def converted(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors of a folder by their names in the model, where transformers has rules for its class.
 
-    names: of the model's tensors. saved: name in the folder → tensor. Raises CheckpointError if a rule fails.
+    shapes: name in the model → shape. saved: name in the folder → tensor. Raises CheckpointError if a rule fails.
     """
     if not of_transformers(model):
         return dict(saved)
@@ -135,18 +160,17 @@ def converted(model: nn.Module, names: Iterable[str], saved: Mapping[str, Any]) 
     renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
     of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    known = dict.fromkeys(names, True)
-    prefix = {"base_model_prefix": model.base_model_prefix, "meta_state_dict": known}
+    prefix = {"base_model_prefix": model.base_model_prefix, "meta_state_dict": shapes}
     found: dict[str, Any] = {}
     conversions: dict[str, _Conversion] = {}
     for original in sorted(saved, key=loading.dot_natural_key):  # the order of experts
         name, pattern = loading.rename_source_key(original, renamings, converters, **prefix)
-        if name not in known and original in known:  # in the model's layout, as `infinity export` writes it
+        if name not in shapes and original in shapes:  # in the model's layout, as `infinity export` writes it
             name, pattern = original, None
         if pattern is None:
             found[name] = saved[original]
-        elif name in known:
-            conversion = conversions.setdefault(name, _Conversion(of_pattern[pattern], name, model))
+        elif name in shapes:
+            conversion = conversions.setdefault(name, _Conversion(of_pattern[pattern], name, model, shapes))
             conversion.sources.setdefault(pattern, []).append(saved[original])
         else:
             found[original] = saved[original]
@@ -154,12 +178,12 @@ def converted(model: nn.Module, names: Iterable[str], saved: Mapping[str, Any]) 
     for name, conversion in conversions.items():
         first = next(iter(conversion.sources.values()))[0]
         try:
-            shapes = conversion(lambda each: torch.empty(each.spec.shape, device="meta"), slice(0, None))
+            values = conversion(lambda each, _: torch.empty(each.spec.shape, device="meta"), slice(None))
         except Exception as error:
             raise CheckpointError(
                 f"{first.name} and other tensors of the folder cannot be converted to {name} by the rule of "
                 f"transformers: {error}"
             ) from error
-        for made, value in shapes.items():
+        for made, value in values.items():
             found[made] = ConvertedTensor(made, Spec(first.spec.dtype, tuple(value.shape)), conversion, latest)
     return found

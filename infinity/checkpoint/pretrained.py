@@ -81,7 +81,8 @@ def load_pretrained(model: nn.Module, folder: str | Path, *, strict: bool = True
         raise UsageError("the model already belongs to an engine: call load_pretrained before infinity.initialize")
     folder = Path(folder)
     targets = _targets(model)
-    saved = converted(model, (name for target in targets for name in target.names), _saved_tensors(folder))
+    shapes = {name: target.shape for target in targets for name in target.names}
+    saved = converted(model, shapes, _saved_tensors(folder))
     unmatched = _unmatched(model, targets, saved)
     problems = _misfits(targets, saved)
     if strict:

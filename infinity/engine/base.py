@@ -292,6 +292,9 @@ class BaseEngine(ABC):
             if self._finalizer.detach() is not None:
                 self._end()
             self.parts.ranks.close()
+        # A graph of before refers to states in memory, and its backward may still come.
+        if not any(unit.references for unit in self.parts.units):
+            self.parts.free_memory()
         if healthy:
             restored()
             bitsandbytes.restore(self.module)

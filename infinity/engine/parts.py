@@ -152,6 +152,18 @@ class EngineParts:
             "blocks_repaired": getattr(nvme, "blocks_repaired", 0) + (room.blocks_repaired if room else 0),
         }
 
+    def free_memory(self) -> None:
+        """Free the memory of tiers and pools of a closed engine, to which a script may still refer."""
+        tiers = [*self.tiers.values()]
+        if self.training is not None:
+            self.training.pipeline.forget_buffers()
+            if isinstance(self.training.passing, PassingTier):
+                tiers.append(self.training.passing)
+        for tier in tiers:
+            tier.free_memory()
+        for pool in self.pools:
+            pool.dismiss()
+
     def closer(self) -> Callable[[], None]:
         """Return a function that releases threads, memory and disk. It holds no reference to model or engine."""
         close = partial(close_memory, self.device, list(self.tiers.values()), self.activations)

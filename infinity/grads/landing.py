@@ -95,9 +95,11 @@ class Landing:
         return self._device_squares(unit).start(stored)
 
     def close(self) -> None:
-        """Wait until nothing is copied to this object's memory."""
+        """Wait until nothing is copied to this object's memory, and refer to no memory of a tier."""
         for sums in self._sums.values():
             sums.close()
+        self._stored.clear()
+        self._in_extent.clear()
 
     # -- cases -------------------------------------------------------------------------------------------------------
 

@@ -132,3 +132,6 @@ class Tier(ABC):
 
     def close(self) -> None:  # noqa: B027 - memory has nothing to release
         """Release the tier's resources. No transfer may be in flight."""
+
+    def free_memory(self) -> None:  # noqa: B027 - `close` does it on other tiers
+        """Free the memory of all extents, whatever refers to the tier. They cannot be used from then on."""

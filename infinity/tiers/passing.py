@@ -76,6 +76,10 @@ class PassingTier(MemoryTier):
             assert not self._held
             self._spare, self._old = {}, {}
 
+    def free_memory(self) -> None:
+        with self._access:
+            self._held, self._spare, self._old = {}, {}, {}
+
     def _view(self, extent: Extent, offset: int, nbytes: int) -> torch.Tensor:
         with self._access:
             memory = self._held.get(extent.offset)

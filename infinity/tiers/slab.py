@@ -94,6 +94,9 @@ class SlabTier(MemoryTier):
             self._move(self._device.empty(self.nbytes))
             self._is_offloaded = False
 
+    def free_memory(self) -> None:
+        self._slab, self._opened = self._slab.new_empty(0), {}
+
     def _move(self, slab: torch.Tensor) -> None:
         # The former slab is freed by the next line, and no stream would keep it alive.
         self._device.copy(slab, self._slab).wait()

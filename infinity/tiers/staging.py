@@ -83,6 +83,8 @@ class Staging:
         self.ahead.close()
         while self._copying:
             self._release_oldest()
+        for pool in (self._reading, self._writing, self._reserved):
+            pool.dismiss()
 
     # -- the thread of reads -----------------------------------------------------------------------------------------
 

@@ -13,10 +13,13 @@ import pytest
 import torch
 
 import infinity
+from engine.test_offload import FreeingDevice
 from infinity.engine import restore
 from infinity.engine.parts import close_memory
 from infinity.engine.restore import LOCKS
 from infinity.errors import ModelError, OutOfMemoryError, UsageError
+from infinity.tiers import memory
+from infinity.tiers.device import CpuDevice
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.loops import open_engine, parameters_of, train
@@ -148,3 +151,26 @@ def test_a_model_is_changed_between_two_engines(tmp_path: Path) -> None:
         kept = parameters_of(again)
         assert all(torch.equal(kept[name], values[name]) for name in values if not name.startswith("head."))
         train(again, BATCHES)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
+@pytest.mark.parametrize("activations", [None, "cpu"])
+@pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
+def test_memory_is_free_at_once(tier: str, activations: str | None, late: bool, tmp_path: Path) -> None:
+    """A script that keeps the closed engine keeps none of its memory, except a few flags."""
+    gc.collect()
+    before = list(memory._alive)
+    moved = {"activations": {"device": activations, "min_bytes": 1024}} if activations else {}
+    config = engine_config(tier, tier, folder=tmp_path, bf16=True, clip=0.5, **moved)
+    device = FreeingDevice() if late else CpuDevice()
+    engine = open_engine(seeded(Stack), config, device)
+    train(engine, token_batches(2))
+    assert max(len(mapping) for mapping in memory._alive if mapping not in before) > 8192
+    gc.disable()
+    try:
+        engine.close()
+        assert not isinstance(device, FreeingDevice) or device.settled(0) == 0
+        left = [len(mapping) for mapping in memory._alive if mapping not in before]
+        assert not left or max(left) <= 64
+    finally:
+        gc.enable()
