@@ -17,6 +17,7 @@ from torch import nn
 from infinity.errors import user_level
 from infinity.plan.policy import DTYPES, compute_dtype
 from infinity.units.compiled import breaks_graphs, own_name
+from infinity.units.stored import of_codes
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -120,10 +121,11 @@ def cast_buffers(model: nn.Module, config: Config) -> None:
     wanted = None if section.buffer_dtype is None else DTYPES[section.buffer_dtype]
     kept = re.compile("|".join(sorted(set(_patterns(model, section.keep_in_fp32_modules, dtype)))) or "(?!)")
     named = [(own_name(name), b) for name, b in model.named_buffers(remove_duplicate=False) if b.is_floating_point()]
+    of_format = {id(buffer) for module in of_codes(model) for buffer in module.buffers(recurse=False)}
     in_fp32 = {id(buffer) for name, buffer in named if kept.search(name)}
     for _, buffer in named:
         target = torch.float32 if id(buffer) in in_fp32 else wanted
-        if target is not None and buffer.dtype != target:
+        if target is not None and buffer.dtype != target and id(buffer) not in of_format:
             buffer.data = buffer.data.to(target)
 
 

@@ -23,7 +23,7 @@ from infinity.plan.frozen import CODED_DTYPES
 from infinity.plan.layout import Discovered, DiscoveredUnit, Member, UnitLayout
 from infinity.plan.records import Record
 from infinity.units.compiled import own_name, uncompiled
-from infinity.units.stored import Stored, is_wrapper, named_stored, stored
+from infinity.units.stored import Stored, is_wrapper, named_stored, of_codes, stored
 
 
 def held_together(model: nn.Module, needed: Mapping[nn.Module, Sequence[int]]) -> set[frozenset[int]]:
@@ -105,9 +105,11 @@ def _is_container(module: nn.Module) -> bool:
 
 
 class _Walk:
-    def __init__(self, unit_size: int, width: int | None) -> None:
+    def __init__(self, model: nn.Module, unit_size: int, width: int | None) -> None:
         self.unit_size = unit_size
         self.width = width
+        own = (p for module in of_codes(model) for p in module.parameters(recurse=False) if not p.requires_grad)
+        self.beside_codes = {id(parameter) for parameter in own}
         self.claimed: set[int] = set()
         self.groups: list[tuple[str, list[Stored]]] = []
 
@@ -116,7 +118,11 @@ class _Walk:
         return sum(local(each.tensor).numel() * self._width(each) for each in unclaimed)
 
     def _width(self, each: Stored) -> int:
-        return each.tensor.element_size() if each.keeps_dtype else self.width or each.tensor.element_size()
+        return each.tensor.element_size() if self.keeps_dtype(each) else self.width or each.tensor.element_size()
+
+    def keeps_dtype(self, each: Stored) -> bool:
+        """Return whether a tensor has a dtype that belongs to its format, and no code of the engine's."""
+        return each.keeps_dtype or id(each.parameter) in self.beside_codes
 
     def claim(self, module: nn.Module, prefix: str, recurse: bool) -> list[Stored]:
         found = []
@@ -187,7 +193,7 @@ def unit_size_of(asked: int | Literal["auto"], model: nn.Module, width: int | No
     """
     if asked != "auto":
         return asked
-    walk = _Walk(UNIT_SIZE, width)
+    walk = _Walk(model, UNIT_SIZE, width)
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     largest = max((walk.nbytes(block) for blocks in lists for block in blocks), default=0)
     return max(UNIT_SIZE, min(largest, device_nbytes // _UNITS_ON_DEVICE))
@@ -209,22 +215,23 @@ def discover(
     frozen parameters, and parameters of another dtype, in the same subtree form units of their own. codes: so do frozen
     parameters with a code.
     """
-    walk = _Walk(unit_size, width)
+    walk = _Walk(model, unit_size, width)
     remaining = walk.open(model, "")
     if remaining:
         walk.groups.append(("", remaining))
-    return [unit for name, members in walk.groups for unit in _split(name, members, compute, whole, codes=codes)]
+    return [unit for name, members in walk.groups for unit in _split(walk, name, members, compute, whole, codes=codes)]
 
 
 def _split(
-    root: str, members: list[Stored], compute: torch.dtype | None, whole: Collection[int], *, codes: bool
+    walk: _Walk, root: str, members: list[Stored], compute: torch.dtype | None, whole: Collection[int], *, codes: bool
 ) -> Iterator[UnitParameters]:
     kinds: dict[tuple[bool, torch.dtype, bool, bool, bool], list[Stored]] = {}
     # A unit is one flat tensor with one kind of states and one code, so dtypes and frozen parameters are apart.
     for each in members:
         dtype = each.tensor.dtype
-        keeps = each.keeps_dtype and dtype.is_floating_point and compute not in (None, dtype)
-        coded = codes and not is_wrapper(each.parameter) and _has_code(each.parameter)
+        is_code = walk.keeps_dtype(each)
+        keeps = is_code and dtype.is_floating_point and compute not in (None, dtype)
+        coded = codes and not is_code and _has_code(each.parameter)
         kind = each.tensor.requires_grad, dtype, keeps, id(each.parameter) in whole, coded
         kinds.setdefault(kind, []).append(each)
     for position, ((trainable, dtype, keeps, by_parameter, coded), entries) in enumerate(kinds.items()):

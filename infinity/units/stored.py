@@ -32,6 +32,17 @@ class Stored(NamedTuple):
         return self.tensor is not self.parameter or bool(_statistics(self.parameter))
 
 
+def of_codes(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules with a frozen weight in fewer than 16 bits (float8), whose values and scales keep their dtypes.
+
+    Converted, such a weight would be a plain one to its module, which then leaves out the scales.
+    """
+    for module in model.modules():
+        own = (p for p in module._parameters.values() if p is not None and not p.requires_grad)
+        if any(p.dtype.is_floating_point and p.dtype.itemsize < 2 for p in own):
+            yield module
+
+
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` consists of inner tensors that it names, and is not ragged (nested) or sparse.
 
@@ -64,6 +75,11 @@ def stored(parameter: nn.Parameter, name: str = "") -> list[Stored]:
         Stored(name, parameter, parameter),
         *(Stored(f"{name}.{path}", tensor, parameter) for path, tensor in scales.items()),
     ]
+
+
+def stored_in(layer: nn.Module) -> list[Stored]:
+    """Return the tensors that are stored for a layer's own parameters."""
+    return [each for name, parameter in layer.named_parameters(recurse=False) for each in stored(parameter, name)]
 
 
 def _statistics(parameter: Any) -> dict[str, torch.Tensor]:
