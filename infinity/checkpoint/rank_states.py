@@ -44,13 +44,13 @@ class Stored:
 
     form: StateFormat
     tile: int
-    records: int = 0
-    """Bytes of the records of a shard, in an extent of rules in Python; 0: the extent is cut in tiles."""
+    whole: int = 0
+    """Bytes of the extent if it is not cut in tiles: parameters, or records of rules in Python; 0: it is."""
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of the extent for a shard of `numel` elements."""
-        if self.records:
-            return self.records
+        if self.whole:
+            return self.whole
         full, rest = divmod(numel, self.tile)
         return full * self.form.nbytes(self.tile) + self.form.nbytes(rest)
 
@@ -361,7 +361,7 @@ def _unit(number: int, unit: Mapping[str, Any], shards: int) -> SavedUnit:
         _require(min(slot.shape, default=0) >= 0, "the shape of a parameter")
         _require(end <= slot.offset and not slot.offset % SLOT_ALIGNMENT and slot.stop <= numel, "a place")
         end = slot.stop
-    stored = {State.PARAM: Stored(StateFormat((StateKind("param", dtype),)), layout.shard_numel)}
+    stored = {State.PARAM: Stored(StateFormat((StateKind("param", dtype),)), layout.shard_numel, layout.shard_nbytes)}
     if trainable:
         kinds = tuple(StateKind(name, _dtype(of), per) for name, of, per in unit["states"])
         _require(all(0 < kind.per <= SLOT_ALIGNMENT for kind in kinds), "the blocks of a state")

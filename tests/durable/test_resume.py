@@ -125,6 +125,30 @@ def test_a_run_of_whole_steps_resumes(tmp_path: Path, vertical: bool) -> None:
         assert_same(Result(losses + steps(engine, 4, STEPS), parameters_of(engine)), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("rows", [8, 64])
+def test_frozen_parameters_of_any_width_resume(rows: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The shard of a few codes of one byte is shorter than a record."""
+
+    class Coded(Stack):
+        def __init__(self) -> None:
+            super().__init__(32, 2)
+            self.codes = nn.Parameter(torch.ones(rows, 64).to(dtype), requires_grad=False)
+
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens, targets) * self.codes.float().mean()
+
+    config = engine_config(folder=tmp_path, durable=True)
+    with open_engine(seeded(Coded), config) as engine:
+        losses = go_on(engine, 0, 3)
+    with open_engine(seeded(Coded), config) as engine:
+        assert engine.resume() == {"next": 3}
+        losses += go_on(engine, 3, STEPS)
+        assert bool((engine.state_dict()["codes"].float() == 1).all())
+    with open_engine(seeded(Coded), engine_config(folder=tmp_path)) as engine:
+        assert go_on(engine, 0, STEPS) == losses
+
+
 def copy_between_records(folder: Path, to: Path) -> None:
     """Copy files while none of the run's records changes: a copy takes longer than a moment, which a kill does not."""
 
