@@ -126,6 +126,7 @@ def export(
     target_dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
     index = read_index(folder)
     check_files(index, folder)
+    _check_quantised(index)
     tensors = _tensors(index, folder, target_dtype)
     if every_name:
         tensors |= {alias: tensors[name] for alias, name in index.aliases.items() if name in tensors}
@@ -145,6 +146,18 @@ def export(
         if config is not None:
             (incomplete / CONFIG).write_bytes(config)
     return out
+
+
+def _check_quantised(index: Index) -> None:
+    """Raise CheckpointError for a weight of bitsandbytes: a checkpoint holds codes and scales, and not their format."""
+    for name in index.parameters:
+        weight = name.rpartition(".")[0]
+        if weight in index.parameters:
+            raise CheckpointError(
+                f"{weight} is a quantised weight with the scales {name}, and the checkpoint does not hold its format: "
+                "load it into an engine, and call engine.save_16bit_model(), also for adapters alone "
+                "(exclude_frozen_parameters=True)"
+            )
 
 
 def _tensors(index: Index, folder: Path, dtype: torch.dtype | None) -> _Shard:

@@ -6,7 +6,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -30,7 +30,7 @@ from infinity.observe.ledger import Ledger
 from infinity.observe.log import logger, show_by_default
 from infinity.units.compiled import breaks_graphs, eager, own_name, uncompiled
 from infinity.units.released import is_released
-from infinity.units.stored import Wrappers
+from infinity.units.stored import Wrappers, stored_in
 from infinity.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class BaseEngine(ABC):
         """Called when an outermost forward of any module that holds units begins, outside of any backward."""
         self._check_open()
         self._conclude_backward()
+        self.parts.runner.edits.check_codes()
 
     def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function to call in place of `call`, a forward of the root."""
@@ -216,8 +217,8 @@ class BaseEngine(ABC):
         """Yield (name, value) of every parameter and persistent buffer, one unit at a time. Collective.
 
         Names are the keys of the model's `state_dict()`. Values are unsharded on every rank, in host memory, in the
-        dtype that the model computes in. Tiles of a layer are yielded as one tensor, and inner tensors of a tensor
-        subclass as one of that class.
+        dtype that the model computes in. Tiles of a layer are yielded as one tensor, inner tensors of a tensor subclass
+        as one of that class, and a quantised layer of bitsandbytes as its own `state_dict` shows it.
         """
         self.begin_together(Operation.READ_STATE_DICT)
         self.settle()
@@ -226,11 +227,19 @@ class BaseEngine(ABC):
         wrappers = Wrappers(self.module)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             found.setdefault(id(parameter), []).append(pieces.of(own_name(name), parameter))
+        quantised = list(bitsandbytes.quantised(self.module))
+        own = {id(each.tensor) for _, layer in quantised for each in stored_in(layer)}
+        for path, layer in quantised:
+            yield from self._shown(f"{path}.", layer).items()
         for unit in self.units:
+            if all(id(parameter) in own for parameter in unit.parameters):
+                continue
             flat = self.parts.states.read_param(unit.layout)
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 local = flat[slot.offset : slot.stop].view(slot.shape).clone()
                 value = self.ranks.model.whole(parameter, local)
+                if id(parameter) in own:
+                    continue
                 if parameter in wrappers:
                     yield from wrappers.add(parameter, value)
                 else:
@@ -239,6 +248,17 @@ class BaseEngine(ABC):
         for name, buffer in persistent_buffers(self.module).items():
             value = buffer.detach().cpu().clone()
             yield from ((each, value) for each in (name, *(a for a, first in aliases.items() if first == name)))
+
+    def _shown(self, prefix: str, layer: nn.Module) -> dict[str, torch.Tensor]:
+        """Return what a quantised layer writes into a state_dict, under names that begin with `prefix`."""
+        shown: dict[str, torch.Tensor] = {}
+        with ExitStack() as held:
+            units = {self.parts.unit_of[id(each.tensor)] for each in stored_in(layer)}
+            for unit in sorted(units, key=lambda unit: unit.index):
+                self.parts.runner.hold(unit)
+                held.callback(self.parts.runner.unhold, unit)
+            layer._save_to_state_dict(shown, prefix, keep_vars=False)
+            return {name: value.detach().to("cpu", copy=True) for name, value in shown.items()}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return `stream_state_dict()` as a dict. Needs host memory for the whole model on every rank."""

@@ -12,6 +12,7 @@ from infinity.comm.agreement.announcements import Operation
 from infinity.engine.base import BaseEngine
 from infinity.errors import CheckpointError
 from infinity.inputs import replacing
+from infinity.model import bitsandbytes
 from infinity.nn.pieces import Pieces
 from infinity.observe.log import logger
 from infinity.units.compiled import own_name
@@ -26,11 +27,18 @@ def save_weights(engine: BaseEngine, folder: str | Path, name: str, exclude_froz
     exclude_frozen: leave out parameters that do not require gradients. Raises CheckpointError on all ranks if the file
     cannot be written.
     """
-    pieces, named = Pieces(engine.module), engine.module.named_parameters(remove_duplicate=False)
+    pieces, named = Pieces(engine.module), list(engine.module.named_parameters(remove_duplicate=False))
     leaves_out = engine.left_out(exclude_frozen)
-    excluded = {pieces.of(own_name(name), p).name for name, p in named if leaves_out(p)}
+    names = {pieces.of(own_name(name), p).name: leaves_out(p) for name, p in named}
+    layers = bitsandbytes.quantised(engine.module)
+    hidden = tuple(f"{path}." for path, layer in layers if leaves_out(layer.get_parameter("weight")))
+
+    def is_written(name: str) -> bool:
+        # A quantised layer shows more than its parameters.
+        return not names[name] if name in names else not name.startswith(hidden)
+
     engine.begin_together(Operation.SAVE_WEIGHTS)
-    weights = ((name, value) for name, value in engine.stream_state_dict() if name not in excluded)
+    weights = ((name, value) for name, value in engine.stream_state_dict() if is_written(name))
     target, error = Path(folder) / name, None
     try:
         write_weights(weights, target, writes=engine.ranks.is_main_rank)

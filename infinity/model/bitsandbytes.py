@@ -3,7 +3,7 @@
 `Linear4bit` keeps a view of the weight for backward, on the context of its function, where saved-tensor hooks do not
 see it: it would hold the unit's buffer until backward. It gets the Parameter instead, which fetches its unit when it is
 used. `Linear8bitLt` keeps a second tensor over the weight's memory, and computes with it. Outside of the layer's
-forward, `Codes` replace it.
+forward, `Codes` replace it. Both assign a cast bias to `bias.data`, which a unit would have to store.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from infinity.units.compiled import own_name
 from infinity.units.released import is_released
+from infinity.units.stored import is_wrapper, stored
 from infinity.units.unit import placeholder
 
 
@@ -85,6 +87,18 @@ def follow(model: nn.Module) -> Iterator[Any]:
     for module in _layers(model, "Linear4bit"):
         yield module.register_forward_hook(_keep_parameter)
         yield _Unpacked(module)
+    for module in (*_layers(model, "Linear4bit"), *_layers(model, "Linear8bitLt")):
+        if getattr(module, "bias", None) is not None:
+            yield module.register_forward_pre_hook(_lend_bias)
+            yield module.register_forward_hook(_take_bias, always_call=True)
+
+
+def quantised(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (path, layer) of quantised layers, whose `state_dict` holds more than parameters."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        weight = module._parameters.get("weight")
+        if weight is not None and len(stored(weight)) > 1 and not is_wrapper(weight):
+            yield own_name(path), module
 
 
 def _show_values(module: Any, args: Any) -> None:
@@ -93,6 +107,18 @@ def _show_values(module: Any, args: Any) -> None:
 
 def _hide_values(codes: Codes, module: Any, args: Any, output: Any) -> None:
     module.state.CB = codes
+
+
+def _lend_bias(module: nn.Module, args: Any) -> None:
+    """Lend the layer a tensor with the values of its bias."""
+    bias = module._parameters["bias"]
+    # The layer assigns the bias, cast to the dtype of its input, to `bias.data`.
+    if bias is not None and not bias.requires_grad:
+        module.__dict__["bias"] = bias.detach()
+
+
+def _take_bias(module: nn.Module, args: Any, output: Any) -> None:
+    module.__dict__.pop("bias", None)
 
 
 class _Unpacked:

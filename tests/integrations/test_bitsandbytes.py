@@ -13,9 +13,11 @@ for library in ("bitsandbytes", "trl", "datasets", "peft"):
     pytest.importorskip(library, reason="make test-integrations installs it")
 
 import bitsandbytes as bnb  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 import infinity  # noqa: E402
-from infinity.errors import UsageError  # noqa: E402
+from infinity.checkpoint.export import export  # noqa: E402
+from infinity.errors import CheckpointError, UsageError  # noqa: E402
 from infinity.tiers.device import CpuDevice  # noqa: E402
 from integrations.hugging_face import TWO_RANKS, measure  # noqa: E402
 from support.configs import engine_config  # noqa: E402
@@ -123,6 +125,83 @@ def test_scales_are_stored_with_their_weight(kind: str, tmp_path: Path) -> None:
         engine.load_checkpoint(tmp_path / "saved")
         engine.close(restore=True)
     assert torch.equal(other.layers[0].base(BATCHES[0][0]), expected.layers[0].base(BATCHES[0][0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dicts_and_weights_are_those_of_the_model(kind: str, tmp_path: Path) -> None:
+    """They hold what bitsandbytes needs to build the layers again. Trained weights alone are written on request."""
+
+    def alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+        def content(value: torch.Tensor) -> torch.Tensor:  # codes in bf16 may be NaN
+            return value.contiguous().reshape(-1).view(torch.uint8)
+
+        return found.keys() == expected.keys() and all(
+            found[name].dtype == value.dtype and torch.equal(content(found[name]), content(value))
+            for name, value in expected.items()
+        )
+
+    make = partial(quantised, kind)
+    expected = seeded(make).state_dict()
+    with open_engine(seeded(make), engine_config(folder=tmp_path, prefetch_bytes=0)) as engine:
+        assert alike(engine.state_dict(), expected)
+        engine.save_16bit_model(tmp_path, "all.safetensors")
+        engine.save_16bit_model(tmp_path, "trained.safetensors", exclude_frozen_parameters=True)
+        engine.save_checkpoint(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"base\.weight is a quantised weight .*save_16bit_model"):
+        export(tmp_path / "saved", tmp_path / "out")
+    assert alike(load_file(tmp_path / "all.safetensors"), expected)
+    trained = {name: value for name, value in expected.items() if ".base." not in name}
+    assert alike(load_file(tmp_path / "trained.safetensors"), trained)
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32, torch.uint8])
+@pytest.mark.parametrize("format", ["8bit", "nf4"])
+def test_codes_are_no_values_that_the_engine_rounds(format: str, storage: torch.dtype) -> None:
+    """`infinity.frozen` codes 16-bit weights. Those of bitsandbytes are codes, also if they are stored as floats."""
+
+    def mixed() -> Linears:
+        model = seeded(partial(quantised, "nf4"))
+        for each in model.layers:
+            base: Any = each.base
+            made = bnb.nn.Linear4bit(WIDTH, WIDTH, compute_dtype=torch.float32, quant_storage=storage)
+            made.weight = bnb.nn.Params4bit(
+                torch.randn(WIDTH, WIDTH) / WIDTH, requires_grad=False, module=made, quant_storage=storage
+            )
+            made.bias = base.bias
+            each.base = made.to("cpu")
+        return model
+
+    expected = seeded(mixed)(*BATCHES[0])
+    with open_engine(seeded(mixed), engine_config(frozen=format)) as engine:
+        assert torch.equal(engine(*BATCHES[0]), expected)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("computes", [torch.bfloat16, torch.float16])
+def test_a_bias_of_another_dtype_is_cast_as_in_a_plain_loop(computes: torch.dtype, kind: str) -> None:
+    """bitsandbytes assigns the bias, in the dtype of its input, to `bias.data`; the stored one keeps its values."""
+
+    class Cast(Adapted):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.base(x.to(computes)).to(x.dtype) + self.up(self.down(x))
+            return out
+
+    def biased() -> Linears:
+        model = quantised(kind, Cast)
+        for each in model.layers:
+            base: Any = each.base
+            base.bias = torch.nn.Parameter(torch.randn(WIDTH) / 8, requires_grad=False)
+            base.compute_dtype, base.compute_type_is_set = computes, True
+        return model
+
+    config = engine_config(prefetch_bytes=0)
+    expected = seeded(biased)(*BATCHES[0])
+    with open_engine(seeded(biased), config) as engine:
+        for _ in range(2):
+            assert torch.equal(engine(*BATCHES[0]), expected)
+        stored = engine.state_dict()["layers.0.base.bias"]
+        assert stored.dtype == torch.float32
+        assert torch.equal(stored, seeded(biased).layers[0].base.bias)  # type: ignore[arg-type,union-attr]
 
 
 @pytest.mark.parametrize("param", ["none", "cpu", "nvme"])
