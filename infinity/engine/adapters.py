@@ -15,10 +15,13 @@ import torch
 from torch import nn
 
 from infinity.errors import ModelError
+from infinity.nn.experts import ExpertsTile
 from infinity.nn.pieces import Tiled
+from infinity.nn.tiling import LinearTile
 from infinity.units.compiled import own_name
 
 _BASE = "base_layer."
+Read = Callable[[nn.Parameter], torch.Tensor]
 _UNMERGED = "pass merge_adapters=False, which yields the base and the adapters under their own names"
 
 
@@ -31,31 +34,26 @@ class Merge:
     name: str
     """Name of the parameter in the base layer."""
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that `value` reads."""
-        own = (p for name, p in self.layer.named_parameters() if not name.startswith(_BASE))
-        return [*own, *(getattr(self.layer.get_base_layer(), name) for name in self._written())]
-
     def _written(self) -> list[str]:
         """Return the parameters of the base layer that peft's `merge` writes."""
         base, wrapped = self.layer.get_base_layer(), getattr(self.layer, "parameter_name", None)
         return [wrapped] if wrapped else [name for name in ("weight", "bias") if getattr(base, name, None) is not None]
 
     @torch.no_grad()
-    def value(self) -> torch.Tensor:
-        """Return the merged parameter. Needs memory for three of the parameter."""
+    def value(self, read: Read) -> torch.Tensor:
+        """Return the merged parameter. Needs memory for three of the parameter. read: returns a copy of a parameter."""
         base = self.layer.get_base_layer()
-        owned = {name: _own(getattr(base, name)) for name in self._written()}
+        owned = {name: _own(read(getattr(base, name))) for name in self._written()}
         # The adapters too, since peft assigns them again after a cast to fp32.
-        children = {name: _copy(child) for name, child in self.layer._modules.items() if name != "base_layer"}
+        children = {name: _copy(child, read) for name, child in self.layer._modules.items() if name != "base_layer"}
         children["base_layer"] = _like(base, _parameters={**base._parameters, **owned})
         layer: Any = _like(self.layer, _modules=children, merged_adapters=[], _caches={})
         layer.merge(adapter_names=list(self.adapters))
         return owned[self.name].data
 
 
-def _own(parameter: torch.Tensor) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().clone(), requires_grad=False)
+def _own(value: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(value, requires_grad=False)
 
 
 def _like(module: nn.Module, **attributes: Any) -> nn.Module:
@@ -65,13 +63,13 @@ def _like(module: nn.Module, **attributes: Any) -> nn.Module:
     return copied
 
 
-def _copy(module: nn.Module | None) -> nn.Module | None:
+def _copy(module: nn.Module | None, read: Read) -> nn.Module | None:
     """Return a module whose parameters, also those of its children, are copies."""
     if module is None:
         return None
-    parameters = {name: None if p is None else _own(p) for name, p in module._parameters.items()}
+    parameters = {name: None if p is None else _own(read(p)) for name, p in module._parameters.items()}
     return _like(
-        module, _parameters=parameters, _modules={name: _copy(child) for name, child in module._modules.items()}
+        module, _parameters=parameters, _modules={name: _copy(child, read) for name, child in module._modules.items()}
     )
 
 
@@ -89,12 +87,14 @@ class Adapters:
         tuners: Any = sys.modules.get("peft.tuners.tuners_utils") if merge else None
         if tuners is None:
             return
-        from peft import PeftModel
+        from peft import PeftMixedModel, PeftModel
         from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
         for path, module in model.named_modules(remove_duplicate=False):
             path = own_name(f"{path}.").removesuffix(".")
-            if isinstance(module, PeftModel):
+            if isinstance(module, PeftMixedModel):
+                self._rules[path] = _after("base_model.model.")
+            elif isinstance(module, PeftModel):
                 if module.active_peft_config.is_prompt_learning:
                     raise _refusal(path or "the model", f"has {module.peft_type} prompts, which are no weights")
                 self._rules[path] = _after("base_model.model.")
@@ -147,8 +147,8 @@ def _merges(path: str, layer: Any) -> Iterator[Merge]:
         kind = variant.__name__ if isinstance(variant, type) else type(variant).__name__
         if not kind.startswith("Dora"):
             raise _refusal(path, f"has adapters of the variant {kind}")
-    if isinstance(base, Tiled):
-        raise _refusal(path, "is cut into tiles")
+    if isinstance(base, (Tiled, LinearTile, ExpertsTile)):
+        raise _refusal(path, "is cut into tiles, or is a tile,")
     if getattr(base, "groups", 1) > 1:
         raise _refusal(path, f"is a convolution in {base.groups} groups")
     yield Merge(layer, active, getattr(layer, "parameter_name", "weight"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from infinity.engine.base import BaseEngine, open_engines
 from infinity.errors import InfinityError, ModelError, RanksError, UsageError
 from infinity.nn.pieces import Assembly, Piece, Pieces
 from infinity.units.compiled import own_name
+from infinity.units.released import own_type
+from infinity.units.stored import is_wrapper
 from infinity.units.unit import Unit
 
 _SHOWN = 5
@@ -129,6 +131,7 @@ def _contents(
     wanted, adapters = None if names is None else list(names), Adapters(engine.module, merge=merge_adapters)
     keeps = _keeper(wanted)
     pieces = _pieces(engine.module, adapters)
+    _check_wrappers(engine.module, pieces, keeps)
     parameters = []
     for unit in engine.units:
         for slot, parameter in enumerate(unit.parameters):
@@ -172,6 +175,16 @@ def _buffers(model: nn.Module, adapters: Adapters) -> Iterator[tuple[str, torch.
             name = adapters.name(own)
             if name is not None:
                 yield name, buffer
+
+
+def _check_wrappers(model: nn.Module, pieces: dict[int, list[Piece]], keeps: Callable[[str], bool]) -> None:
+    """Raise ModelError for a parameter to yield that is a tensor subclass, of which units hold the inner tensors."""
+    for parameter in filter(is_wrapper, model.parameters()):
+        if kept := [piece.name for piece in pieces.get(id(parameter), []) if keeps(piece.name)]:
+            raise ModelError(
+                f"{kept[0]} is a {own_type(parameter).__name__}, which stream_weights() does not decode: leave it out "
+                "by names=, or load the base in 16 bits"
+            )
 
 
 def _check_plain(model: nn.Module, parameters: set[int]) -> None:
@@ -229,16 +242,20 @@ def _value(
 ) -> torch.Tensor:
     """Return a copy of a parameter, merged and cast, on the device, or a tile's in host memory."""
     parts = engine.parts
-    read = [unit.parameters[slot]] if merge is None else merge.parameters()
-    units = dict.fromkeys((unit, *(parts.unit_of[id(parameter)] for parameter in read)))
-    with ExitStack() as held:
-        for each in sorted(units, key=lambda unit: unit.index):
-            parts.runner.hold(each)
-            held.callback(parts.runner.unhold, each)
-        value = unit.parameters[slot].detach() if merge is None else merge.value()
-        wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
-        place = parts.device.host if pieces[0].place else value.device
-        return value.to(place, wanted, copy=merge is None) if merge is None else value.to(place, wanted)
+
+    def read(parameter: nn.Parameter) -> torch.Tensor:
+        # One unit at a time: buffers need not have room for a layer and its adapters.
+        of = parts.unit_of[id(parameter)]
+        parts.runner.hold(of)
+        try:
+            return parameter.detach().clone()
+        finally:
+            parts.runner.unhold(of)
+
+    parameter: Any = unit.parameters[slot]
+    value = read(parameter) if merge is None else merge.value(read)
+    wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    return value.to(parts.device.host if pieces[0].place else value.device, wanted)
 
 
 def _engine_of(engine: Any) -> BaseEngine:

@@ -42,7 +42,6 @@ class FreeingDevice(LateDevice):
     def is_host(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() not in self.alive
 
-
     def settled(self, most: int) -> int:
         """Return the bytes that are alive, once they are at most `most`: a thread may drop its last reference after its
         work is done.

@@ -20,6 +20,7 @@ from support.configs import DEVICES, engine_config
 from support.late_device import LateDevice
 from support.loops import open_engine, parameters_of, train
 from support.models import Stack, seeded, token_batches
+from support.quantised import adapted
 
 BATCHES = token_batches(4)
 
@@ -212,6 +213,16 @@ def test_a_quantised_layer_is_refused_unless_it_is_left_out() -> None:
         with pytest.raises(ModelError, match="1 is a Packed"):
             next(infinity.stream_weights(engine))
         assert set(dict(infinity.stream_weights(engine, ["0.weight"]))) == {"0.weight"}
+
+
+def test_a_tensor_subclass_is_refused_unless_it_is_left_out() -> None:
+    """Units hold its inner tensors, and an inference engine needs values."""
+    with open_engine(adapted(), engine_config()) as engine:
+        for name in (None, ["layers.1.base.weight"]):
+            with pytest.raises(ModelError, match=r"layers\.\d\.base\.weight is a Rows, .*leave it out by names="):
+                next(infinity.stream_weights(engine, name))
+        wanted = [name for name, _ in engine.module.named_parameters() if ".base.weight" not in name]
+        assert set(dict(infinity.stream_weights(engine, wanted))) == set(wanted)
 
 
 def test_what_is_no_engine_is_refused() -> None:

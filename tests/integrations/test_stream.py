@@ -146,12 +146,29 @@ def test_the_active_adapter_is_merged(tmp_path: Path) -> None:
         assert all(torch.equal(values[name], value.to(torch.bfloat16)) for name, value in expected.items())
 
 
+def test_a_mixed_model_has_the_names_of_the_plain_one(tmp_path: Path) -> None:
+    model: Any = peft.get_peft_model(llama(), linear(init_lora_weights=False), mixed=True)
+    with running(model, tmp_path) as engine:
+        values = dict(infinity.stream_weights(engine))
+        engine.close(restore=True)
+    expected = model.merge_and_unload().state_dict()
+    assert values.keys() == expected.keys()
+    assert all(torch.equal(values[name], value) for name, value in expected.items())
+
+
+def tiled() -> nn.Module:
+    model = llama()
+    assert infinity.nn.tile(model, 512)
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "ia3": (llama, peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "q_proj is a peft.tuners.ia3"),
     "prompts": (llama, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "has .* prompts"),
     "alora": (llama, linear(alora_invocation_tokens=[1]), "q_proj has adapters of the variant ALora"),
     "tokens": (llama, linear(trainable_token_indices=[1, 2]), "embed_tokens is a TrainableTokensWrapper"),
     "groups": (lambda: Images(2), linear(target_modules=["wide"]), "wide is a convolution in 2 groups"),
+    "tiles": (tiled, linear(target_modules="all-linear"), r"tiles\.0 is cut into tiles, or is a tile,"),
     "bias": (llama, linear(lora_bias=True), "with a bias, and its base layer has none"),
 }
 
