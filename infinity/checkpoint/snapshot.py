@@ -30,6 +30,7 @@ from infinity.comm.side import Place, SideChannel
 from infinity.errors import CheckpointError, ModelError
 from infinity.nn.pieces import Piece, Pieces
 from infinity.plan.formats import StateFormat, StateKind
+from infinity.plan.frozen import GROUP
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
 from infinity.schedule.schedule import Schedule
@@ -234,6 +235,12 @@ def check_tiles(model: nn.Module, layouts: Iterable[UnitLayout], states: Callabl
                 raise ModelError(
                     f"{name} and {slot.name} are tiles of {piece.name}, of which a checkpoint saves one {differs[0]}, "
                     f"and they have {expected[differs[0]]} and {shown[differs[0]]}: treat them alike"
+                )
+            if layout.code is not None and piece.blocks(GROUP) is None:
+                raise ModelError(
+                    f"infinity.frozen is '{layout.code.format}', and {slot.name}, a tile of {piece.name}, begins or "
+                    f"ends within a group of {GROUP} elements with a scale, so its values would differ from those "
+                    f"without tiles. Let max_bytes choose the rows of tiles ({GROUP} fit any width), without in_splits"
                 )
             form = states(layout) if layout.trainable and states is not None else None
             for kind in form.states if isinstance(form, StateFormat) else ():

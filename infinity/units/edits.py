@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from infinity.comm.agreement.announcements import Operation
 from infinity.errors import UsageError
+from infinity.units.released import version_of
 from infinity.units.store import UnitStore
 from infinity.units.unit import Residency, Unit
 from infinity.units.write_back import EDIT_LATER
@@ -23,6 +24,26 @@ class Edits:
         self._write_back = store.write_back
         self._ranks = store.ranks
         self._commits_steps = False
+        self._coded = [unit for unit in store.units if unit.layout.code is not None]
+        self._versions: dict[int, int] = {}
+        """Unit in a code → count of in-place edits of its parameters at the last `check_codes`."""
+
+    def check_codes(self) -> None:
+        """Raise UsageError, and stop the engine, if a resident unit in a code has edits that the code cannot hold.
+
+        Called before a forward. Edits through `.data` are found as the unit leaves its buffer.
+        """
+        for unit in self._coded:
+            # A unit may stay in its buffer for many steps, all of which would use the values.
+            if unit.residency is not Residency.RESIDENT:
+                continue
+            # Comparing a fingerprint would read the buffer in each forward.
+            version = sum(map(version_of, unit.parameters))
+            if self._versions.get(unit.index) != version:
+                with self._moves.moving():
+                    if self._write_back.was_edited(unit):
+                        self._write_back.check_code(unit)
+                self._versions[unit.index] = version
 
     def write(self, units: Iterable[Unit] | None = None) -> None:
         """Write edits of `units`, by default of all whose edits are not held back, to their tiers. Units with a pending

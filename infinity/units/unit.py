@@ -268,8 +268,11 @@ class Unit:
         self.snapshot_read = DONE
 
     def check_frozen(self) -> None:
-        """Raise UsageError if a parameter that was frozen at the construction of the engine now requires a gradient."""
-        if self.layout.trainable:
+        """Raise UsageError if a parameter that was frozen at the construction of the engine now requires a gradient.
+
+        Without a graph it may: peft's `set_adapter` asks for gradients, also for a reference pass.
+        """
+        if self.layout.trainable or not torch.is_grad_enabled():
             return
         unfrozen = {id(t) for each in self.wrappers if each.requires_grad for _, t in inner(each)}
         for slot, parameter, trained in zip(self.layout.slots, self.parameters, self.trained(), strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import ModelError, UsageError
+from infinity.nn import TiledLinear
 from infinity.optim.frozen import frozen_values
 from infinity.plan.frozen import FrozenFormat
 from infinity.tiers.device import CpuDevice
@@ -145,12 +148,48 @@ def test_edits_are_stored_exactly_or_refused(format: FrozenFormat, tmp_path: Pat
         engine.close()
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_an_edit_in_a_buffer_is_refused_before_it_is_used(trains: bool, tmp_path: Path) -> None:
+    """Units that stay in their buffers are not written for many steps, in which values beyond the code would count."""
+    model = seeded(adapted)
+    config = engine_config(folder=tmp_path, frozen="nf4", cache_bytes="1GiB", prefetch_bytes="1GiB")
+    batches = token_batches(3)
+    with open_engine(model, config) if trains else infinity.init_inference(model, config, device=CpuDevice()) as engine:
+        run = partial(train, engine) if trains else lambda some: [engine(*batch) for batch in some]
+        run(batches[:1])
+        weight = model.blocks[2].down.base.weight
+        with torch.no_grad():
+            weight.mul_(-1.0)  # NF4 has no such levels
+        with pytest.raises(
+            UsageError, match=r"blocks\.2\.down\.base\.weight is frozen and was edited to .* would round"
+        ):
+            run(batches[1:2])
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_value_that_is_not_finite_is_refused_by_name(value: float, tmp_path: Path) -> None:
     model = seeded(adapted)
     model.blocks[2].down.base.weight.data[3, 5] = value
     with pytest.raises(ModelError, match=rf"blocks\.2\.down\.base\.weight is frozen and has the value {value}"):
         open_engine(model, engine_config(folder=tmp_path, frozen="8bit"))
+
+
+def test_tiles_are_rounded_as_the_whole_layer_or_refused(tmp_path: Path) -> None:
+    """A tile that cuts a group of elements with one scale would have other values than the untiled layer."""
+    whole = nn.Sequential(nn.Linear(24, 96), nn.Linear(96, 24)).requires_grad_(False)
+    config = engine_config(folder=tmp_path, frozen="nf4")
+    with infinity.init_inference(copy.deepcopy(whole), config, device=CpuDevice()) as engine:
+        expected = engine.state_dict()
+    for rows, is_cut in ((32, False), (20, True)):
+        tiles = copy.deepcopy(whole)
+        tiles[0] = TiledLinear.of_linear(tiles[0], [rows] * (96 // rows) + [96 % rows] * (96 % rows > 0))
+        if is_cut:
+            with pytest.raises(ModelError, match=r"0\.tiles\.0\.weight, a tile of 0\.weight, begins or ends within a"):
+                infinity.init_inference(tiles, config, device=CpuDevice())
+            continue
+        with infinity.init_inference(tiles, config, device=CpuDevice()) as engine:
+            found = engine.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_16_bit_overflow_is_refused_by_name(tmp_path: Path) -> None:

@@ -252,3 +252,22 @@ def test_unfreezing_what_no_module_holds(used: str, place: dict[str, Any], make_
     scale.requires_grad_(False)
     engine.backward(engine(*BATCHES[1]))
     engine.step()
+
+
+@PLACES
+def test_unfreezing_for_a_forward_without_gradients(place: dict[str, Any], make_engine: OpenEngine) -> None:
+    """A reference pass of peft's `set_adapter` does so: it trains nothing, and the next forward has frozen it again."""
+    config = engine_config(**place)
+    expected = training(BATCHES)(PlainLoop(seeded(frozen_base), config))
+    engine = make_engine(seeded(frozen_base), config)
+    loop, layer = EngineLoop(engine), engine.module.layers[2]
+    seen: list[Any] = []
+    for number in range(len(BATCHES)):
+        layer.requires_grad_(True)
+        with torch.no_grad():
+            reference = engine(*BATCHES[number])
+        layer.requires_grad_(False)
+        new = training(BATCHES[number : number + 1])(loop)
+        assert new[0] == reference.item()
+        seen += new
+    assert_like(seen, expected)
