@@ -66,7 +66,7 @@ class _Conversion:
 
     @property
     def _is_list(self) -> bool:
-        """Whether the folder has a tensor for each expert. Otherwise its tensors have all experts."""
+        """True if the folder has a tensor for each expert. Otherwise its tensors have all experts."""
         first = self.rule.operations[0]
         return type(first).__name__ == "MergeModulelist" and first.dim == 0
 
@@ -79,8 +79,7 @@ class _Shapes:
     experts: slice
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        whole = torch.empty(self.shapes[name], device="meta")
-        return whole[self.experts]
+        return torch.empty(self.shapes[name], device="meta")[self.experts]
 
 
 def _keeps_experts(operation: Any) -> bool:

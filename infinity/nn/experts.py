@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from infinity.errors import UsageError
 from infinity.model.hooks import UnitParameters
@@ -31,11 +31,11 @@ WIDE_SUMS = ("Inkling2Experts", "NemotronHExperts", "OpenAIPrivacyFilterExperts"
 UNDECORATED = ("Step3p7Experts",)
 """Classes of transformers that run their own forward alone, and are otherwise like those with implementations."""
 
-DENSE = ("Llama4TextExperts",)
-"""Classes that compute each expert on rows of its own: (E · n, H) → (E · n, H)."""
+SORTED = ("Llama4TextExperts", "JetMoeParallelExperts")
+"""Classes that get rows sorted by expert: equally many of each expert, or a second argument has their numbers."""
 
 
-class Implementation(NamedTuple):
+class Order(NamedTuple):
     """Order in which an implementation of transformers takes rows and sums experts.
 
     by_expert: one call of the tile for each expert, and one sum after the other, by expert. Otherwise one call for a
@@ -49,9 +49,9 @@ class Implementation(NamedTuple):
 
 
 IMPLEMENTATIONS = {
-    "eager": Implementation(by_expert=True),
-    "grouped_mm": Implementation(stable=False),
-    "batched_mm": Implementation(repeats=True),
+    "eager": Order(by_expert=True),
+    "grouped_mm": Order(stable=False),
+    "batched_mm": Order(repeats=True),
 }
 
 
@@ -63,13 +63,13 @@ class _Idle(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, nothing: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, nothing: Tensor, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(*parameters)
         return nothing.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         parameters, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
         return grad, *(torch.zeros_like(p) if need else None for p, need in zip(parameters, needed, strict=True))
 
@@ -80,11 +80,11 @@ class ExpertsTile(nn.Module):
     A subclass of that class too, by which transformers finds the rule of initial values.
     """
 
-    def forward(self, parts: Sequence[tuple[torch.Tensor, ...]], nothing: torch.Tensor) -> list[torch.Tensor]:
+    def forward(self, parts: Sequence[tuple[Tensor, ...]], nothing: Tensor) -> list[Tensor]:
         """Return the output of each part, (n, H). nothing: (0, H), returned if there is no part.
 
         A part has hidden states (n, H), the experts of these rows, (n, 1), counted from the tile's first, and weights,
-        (n, 1); of a dense class, only hidden states.
+        (n, 1); of a class of `SORTED`, hidden states and, where the class takes them, numbers of rows.
         """
         if not parts:
             return [_Idle.apply(nothing, *self.parameters(recurse=False))]  # type: ignore[no-untyped-call]
@@ -140,15 +140,21 @@ class TiledExperts(Tiled):
                 place = (rows, *(slice(0, size) for size in shape[1:]))
                 yield f"tiles.{number}.{name}", Piece(name, shape, place)
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return what the untiled module returns, of the same arguments."""
         self.check_copies()
+        for number, each in enumerate(self.tiles):
+            if not isinstance(each, ExpertsTile):
+                raise UsageError(
+                    f"tile {number} of {self.kind.__name__} was replaced by a {type(each).__name__}, as peft's "
+                    "target_parameters do: give adapters to other layers, or do not tile the experts"
+                )
         taken = inspect.signature(self.kind.forward).bind(self, *args, **kwargs).arguments
         _, hidden, *routing = taken.values()
-        if not routing:
-            return self._dense(hidden)
+        if len(routing) < 2:
+            return self._sorted(hidden, *routing)
         index, weights = routing
-        order = self._implementation(hidden)
+        order = self._order(hidden)
         # Gradients are sums over rows: their order is that of the untiled module.
         chosen = index.t().reshape(-1) if order.by_expert else index.reshape(-1)
         ids, at = torch.sort(chosen, stable=order.stable)
@@ -158,19 +164,11 @@ class TiledExperts(Tiled):
                 f"a row is routed to expert {len(rows) - 1}, and the module has {sum(self.counts)}. infinity.nn.tile "
                 "does not support expert parallelism: turn it off, or do not tile the model."
             )
-        run = self._by_expert if order.by_expert else self._by_tile
-        return run(hidden, index, weights, ids, at, rows, order)
+        if order.by_expert:
+            return self._by_expert(hidden, index, weights, at, rows)
+        return self._by_tile(hidden, index, weights, ids, at, rows, order)
 
-    def _by_expert(
-        self,
-        hidden: torch.Tensor,
-        index: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        at: torch.Tensor,
-        rows: list[int],
-        order: Implementation,
-    ) -> torch.Tensor:
+    def _by_expert(self, hidden: Tensor, index: Tensor, weights: Tensor, at: Tensor, rows: list[int]) -> Tensor:
         """One call for each expert that is hit, and one sum after the other, as the classes' own forwards do."""
         tokens, positions = (at % len(index)).split(rows), (at // len(index)).split(rows)
         final = torch.zeros_like(hidden)
@@ -189,15 +187,8 @@ class TiledExperts(Tiled):
         return final
 
     def _by_tile(
-        self,
-        hidden: torch.Tensor,
-        index: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        at: torch.Tensor,
-        rows: list[int],
-        order: Implementation,
-    ) -> torch.Tensor:
+        self, hidden: Tensor, index: Tensor, weights: Tensor, ids: Tensor, at: Tensor, rows: list[int], order: Order
+    ) -> Tensor:
         """One call for each tile, and one sum over the experts of a token, as `transformers.integrations.moe` does."""
         width, spans = index.shape[-1], [sum(rows[span]) for span in slices(self.counts)]
         if not order.stable:
@@ -221,10 +212,14 @@ class TiledExperts(Tiled):
         back[at] = torch.arange(len(at), device=at.device)
         return weighted[back].view(*index.shape, hidden.shape[-1]).sum(1).to(hidden.dtype)
 
-    def _dense(self, hidden: torch.Tensor) -> torch.Tensor:
-        each = len(hidden) // sum(self.counts)
-        parts = hidden.split([count * each for count in self.counts])
-        return torch.cat([tile([(part,)], part)[0] for tile, part in zip(self.tiles, parts, strict=True)])
+    def _sorted(self, hidden: Tensor, *sizes: Sequence[int]) -> Tensor:
+        rows = list(sizes[0]) if sizes else [len(hidden) // sum(self.counts)] * sum(self.counts)
+        parts = hidden.split([sum(rows[span]) for span in slices(self.counts)])
+        outputs = []
+        for (tile, span, call), part in zip(self._calls(rows), parts, strict=True):
+            if call or not len(hidden):
+                outputs += tile([(part, *(each[span] for each in sizes))], part)
+        return torch.cat(outputs)
 
     def _calls(self, rows: list[int]) -> Iterator[tuple[nn.Module, slice, bool]]:
         """Yield (tile, its experts, whether to call it). rows: number of rows of each expert."""
@@ -232,7 +227,7 @@ class TiledExperts(Tiled):
         calls = _called(list(self.tiles), [any(rows[span]) for span in spans])
         return zip(self.tiles, spans, calls, strict=True)
 
-    def _implementation(self, hidden: torch.Tensor) -> Implementation:
+    def _order(self, hidden: Tensor) -> Order:
         name: Any = "eager" if self.kind.__name__ in UNDECORATED else self.config._experts_implementation
         if name not in IMPLEMENTATIONS:
             raise UsageError(
@@ -258,7 +253,7 @@ class TiledExperts(Tiled):
         return super().__getattr__(name)
 
 
-def _rows_of(ids: torch.Tensor, experts: int) -> list[int]:
+def _rows_of(ids: Tensor, experts: int) -> list[int]:
     """Return the number of rows of each expert. On the meta device they are even, as for a load that is balanced."""
     if ids.is_meta:
         return [len(ids) // experts + (number < len(ids) % experts) for number in range(experts)]
@@ -266,7 +261,7 @@ def _rows_of(ids: torch.Tensor, experts: int) -> list[int]:
     return rows
 
 
-def _presorted(ids: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+def _presorted(ids: Tensor, at: Tensor) -> Tensor:
     """Return `at` in the order from which `torch.sort(ids)` makes the present one. ids: sorted.
 
     The tile sorts its rows again, and torch's sort exchanges rows of one expert.
@@ -309,7 +304,7 @@ def is_fused(module: nn.Module) -> bool:
     kind = type(module)
     if not kind.__module__.startswith("transformers.") or not module._parameters:
         return False
-    known = kind.__name__ in (*UNDECORATED, *DENSE) or hasattr(module, "_is_expert_parallel")
+    known = kind.__name__ in (*UNDECORATED, *SORTED) or hasattr(module, "_is_expert_parallel")
     return known and all(isinstance(parameter, nn.Parameter) for parameter in module._parameters.values())
 
 

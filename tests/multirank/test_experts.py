@@ -12,10 +12,23 @@ pytest.importorskip("transformers")
 
 from multirank import expert_cases as cases
 from support.ranks import Group
+from zoo.families import FAMILIES
+
+STAGES: list[dict[str, Any]] = [{"stage": 3}, {"stage": 2, "param": "none"}]
+
+
+def assert_same(whole: list[Any], tiled: list[Any]) -> None:
+    """Assert losses and states of each rank, and that the ranks chose differently in a call."""
+    chosen = list(zip(whole[0][1], whole[1][1], strict=True))
+    assert any(set(one) - set(other) and set(other) - set(one) for one, other in chosen)
+    for (losses, _, states), (expected, _, others) in zip(tiled, whole, strict=True):
+        assert losses == expected
+        assert states.keys() == others.keys()
+        assert all(torch.equal(states[name], value) for name, value in others.items())
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("options", [{"stage": 3}, {"stage": 2, "param": "none"}], ids=str)
+@pytest.mark.parametrize("options", STAGES, ids=str)
 def test_tiles_train_as_whole_tensors(pair: Group, options: dict[str, Any], frozen: bool, tmp_path: Path) -> None:
     """Bit for bit, saved and resumed; ranks read all tiles, and each gives gradients of zeros to experts it lacks."""
     whole, tiled = (
@@ -24,11 +37,32 @@ def test_tiles_train_as_whole_tensors(pair: Group, options: dict[str, Any], froz
         )
         for limit in (0, cases.LIMIT)
     )
-    chosen = list(zip(whole[0][1], whole[1][1], strict=True))
-    assert any(set(one) - set(other) and set(other) - set(one) for one, other in chosen)
-    for (losses, _, states), (expected, _, others) in zip(tiled, whole, strict=True):
-        assert losses == expected
-        assert all(torch.equal(states[name], value) for name, value in others.items())
+    assert_same(whole, tiled)
+
+
+@pytest.mark.campaign(few=2)
+@pytest.mark.parametrize(
+    ("family", "options", "frozen"),
+    [(family, options, not number % 3) for number, family in enumerate(FAMILIES) for options in STAGES],
+    ids=str,
+)
+def test_families_train_in_tiles_as_whole(
+    pair: Group, family: str, options: dict[str, Any], frozen: bool, tmp_path: Path
+) -> None:
+    """The same for each family, on a third of them with frozen experts."""
+    whole, tiled = (
+        pair.run(
+            cases.family_trained,
+            folder=str(tmp_path),
+            family=family,
+            share=share,
+            target=tmp_path / str(share),
+            frozen=frozen,
+            **options,
+        )
+        for share in (0, 0.25)
+    )
+    assert_same(whole, tiled)
 
 
 @pytest.mark.parametrize("param", ["nvme", "cpu"])

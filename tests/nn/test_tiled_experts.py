@@ -131,6 +131,27 @@ def test_tiles_without_rows_are_not_called_without_gradients() -> None:
     assert calls == list(range(8))
 
 
+def test_projections_of_sorted_rows() -> None:
+    """JetMoE's: the second argument has the number of rows of each expert."""
+    module = importlib.import_module("transformers.models.jetmoe.modeling_jetmoe")
+    experts: nn.Module = module.JetMoeParallelExperts(EXPERTS, 32, 48)
+    torch.nn.init.normal_(experts.weight)  # type: ignore[arg-type]
+    parts = tiled(experts, 4)
+    hidden, sizes = torch.randn(9, 32, requires_grad=True), [4, 0, 0, 0, 3, 1, 0, 1]
+    output = parts(hidden, sizes)
+    assert torch.equal(output, experts(hidden, sizes))
+    found = torch.autograd.grad(output.square().sum(), [hidden, *parts.parameters()])
+    expected = torch.autograd.grad(experts(hidden, sizes).square().sum(), [hidden, *experts.parameters()])
+    assert torch.equal(found[0], expected[0]) and torch.equal(torch.cat(found[1:]), expected[1])
+    called: list[int] = []
+    for number, part in enumerate(parts.tiles):  # type: ignore[arg-type]
+        part.register_forward_pre_hook(lambda *_, number=number: called.append(number))
+    with torch.no_grad():
+        assert torch.equal(parts(hidden, sizes), output)
+        assert called == [0, 2, 3]
+        assert parts(hidden[:0], [0] * EXPERTS).shape == (0, 48)
+
+
 def test_no_tokens() -> None:
     experts = experts_of("mixtral", "grouped_mm", torch.float32)
     with torch.no_grad():

@@ -12,9 +12,8 @@ from torch import nn
 import infinity
 from infinity.checkpoint.export import export
 from infinity.nn import TiledExperts, tile
-from infinity.optim import CPUAdam
 from support.configs import engine_config
-from support.experts import CHOSEN, MODELS, batches, made, transformers
+from support.experts import CHOSEN, MODELS, batches, made, plain, transformers
 from support.hugging_face import loss_of
 from support.loops import open_engine, train
 from support.models import seeded
@@ -27,20 +26,6 @@ def tiled(name: str = "mixtral", limit: int = LIMIT, seed: int = 0) -> Any:
     model = seeded(MODELS[name], seed)
     assert tile(model, limit)
     return model
-
-
-def plain(model: nn.Module, steps: Any, config: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train by plain PyTorch, with the engine's optimizer."""
-    params = config.optimizer.params
-    optimizer = CPUAdam(model.parameters(), lr=params.lr, eps=params.eps, weight_decay=params.weight_decay)
-    losses = []
-    for batch in steps:
-        loss = loss_of(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -158,40 +143,22 @@ def test_evaluation_between_steps_of_training_changes_nothing() -> None:
 
 # -- pretrained weights ------------------------------------------------------------------------------------------------
 
-FAMILIES = (
-    *("MixtralForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM", "OlmoeForCausalLM", "PhimoeForCausalLM"),
-    *("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "JambaForCausalLM", "Qwen3NextForCausalLM"),
-    "GraniteMoeForCausalLM",
-)
-
-
-@pytest.mark.campaign(few=3)
-@pytest.mark.parametrize("way", ["load_pretrained", "in tiles", "from_pretrained under Init"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_weights_are_those_of_the_folder(name: str, way: str, tmp_path: Path) -> None:
-    check_loaded(name, way, tmp_path)
-
 
 @pytest.mark.parametrize("way", ["load_pretrained", "in tiles", "from_pretrained under Init"])
 def test_weights_of_mixtral_are_those_of_the_folder(way: str, tmp_path: Path) -> None:
     """The folder has a tensor for each expert, the model one for all: none is left at its initial values."""
-    check_loaded("MixtralForCausalLM", way, tmp_path)
-
-
-def check_loaded(name: str, way: str, folder: Path) -> None:
-    torch.manual_seed(3)
-    source: Any = made(name)
-    source.save_pretrained(folder)
-    config = engine_config(unit_size=20_000, folder=folder)
+    source: Any = seeded(made, 3)
+    source.save_pretrained(tmp_path)
+    config = engine_config(unit_size=20_000, folder=tmp_path)
     if way == "from_pretrained under Init":
         with infinity.Init(config):
-            model = type(source).from_pretrained(folder)
+            model = type(source).from_pretrained(tmp_path)
     else:
         with torch.device("meta"):
             model = type(source)(source.config)
         if way == "in tiles":
             assert tile(model, LIMIT)
-        assert infinity.load_pretrained(model, folder) == ([], [])
+        assert infinity.load_pretrained(model, tmp_path) == ([], [])
     with open_engine(model, config) as engine:
         found = engine.state_dict()
     for key, value in source.state_dict().items():

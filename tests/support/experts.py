@@ -10,6 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from infinity.config import Config
+from infinity.optim import CPUAdam
+from support.hugging_face import loss_of as loss_of_tokens
+from support.loops import Batches, LossOf
+
 transformers = pytest.importorskip("transformers")
 
 EXPERTS, CHOSEN = 8, 3
@@ -46,3 +51,19 @@ def batches(count: int, seed: int = 0, length: int = 12, few: bool = False) -> l
     generator = torch.Generator().manual_seed(seed)
     last = 6 if few else 61
     return [(torch.randint(3 + seed, last + seed, (2, length), generator=generator) % 61,) for _ in range(count)]
+
+
+def plain(
+    model: nn.Module, steps: Batches, config: Config, loss_of: LossOf = loss_of_tokens
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train by plain PyTorch, with the engine's optimizer. Return losses and the state dict."""
+    params = config.optimizer.params
+    optimizer = CPUAdam(model.parameters(), lr=params.lr, eps=params.eps, weight_decay=params.weight_decay)
+    losses = []
+    for batch in steps:
+        loss = loss_of(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: value.detach().clone() for name, value in model.state_dict().items()}

@@ -6,7 +6,20 @@ from typing import Any
 
 _HEAD = {"head_dim": 8}
 FIELDS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), _HEAD),
+    **dict.fromkeys(("hunyuan_v1_dense", "ministral"), _HEAD),
+    "hunyuan_v1_moe": {**_HEAD, "num_experts": 4, "moe_topk": 2},
+    "dbrx": {
+        "attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 10_000.0},
+        "ffn_config": {"ffn_hidden_size": 64},
+    },
+    "Gemma4ForCausalLM": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+    "glm5_next_text": {"index_topk": 4, "index_kpool": 2},
+    "step3p5": {"sliding_window": 8},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": None, "topk_group": None},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 8},

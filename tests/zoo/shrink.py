@@ -115,7 +115,7 @@ def _values(kind: type[PretrainedConfig], tokens: _Tokens, depth: int) -> dict[s
     if not is_grouped and "num_key_value_heads" in values:
         values["num_key_value_heads"] = HEADS
     if "mrope_section" in kind.ignore_keys_at_rope_validation:
-        values["rope_parameters"] = _ROTARY
+        values["rope_parameters"] = dict(_ROTARY)  # configurations add to it
     return {**values, **FIELDS.get(kind.model_type, {})}
 
 
