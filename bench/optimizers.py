@@ -2,6 +2,7 @@
 
     python bench/optimizers.py                      # 110 M parameters in fp32; about 15 minutes on 2 cores
     python bench/optimizers.py --layers 2 --rounds 1 --steps 2
+    python bench/optimizers.py --parts              # Muon's own step: its iteration, and the rest; half a minute
 
 AdamW is updated by native kernels and by torch's own step on whole parameters, the others by their own steps. Every
 process trains one model, by an engine or by a plain loop; kinds take turns, since machines are shared. Writes
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -41,6 +43,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="processes of each kind")
     parser.add_argument("--steps", type=int, default=5, help="counted steps of each process, after 3 that warm up")
     parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="folder for the states")
+    parser.add_argument("--parts", action="store_true", help="print the parts of a step of torch.optim.Muon, no more")
     parser.add_argument("--only", choices=KINDS, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -113,8 +116,36 @@ def show(found: dict[str, Any]) -> str:
     return f"{harness.spread(found['seconds']).median:.2f} s, {found['peak_rss'] / 1e9:.2f} GB"
 
 
+def print_parts() -> None:
+    """Print, as rows of a table, the milliseconds of a step of torch.optim.Muon with and without its iteration."""
+    import torch
+    from torch.optim import _muon
+
+    iteration = _muon._zeropower_via_newtonschulz
+    print("| matrix | step, ms | without Newton-Schulz, ms | share |\n|---|---|---|---|")
+    for shape in ((768, 768), (768, 3072), (2048, 2048), (4096, 1024)):
+        parameter = torch.nn.Parameter(torch.randn(shape))
+        parameter.grad = torch.randn(shape)
+        optimizer = torch.optim.Muon([parameter], lr=0.02)
+        found = []
+        for part in (iteration, lambda gradient, *_: gradient):
+            _muon._zeropower_via_newtonschulz = part
+            optimizer.step()
+            seconds = []
+            for _ in range(9):
+                begun = time.perf_counter()
+                optimizer.step()
+                seconds.append(time.perf_counter() - begun)
+            found.append(1e3 * statistics.median(seconds))
+        _muon._zeropower_via_newtonschulz = iteration
+        print(f"| {shape[0]} × {shape[1]} | {found[0]:.1f} | {found[1]:.2f} | {found[1] / found[0]:.1%} |")
+
+
 def main() -> None:
     args = arguments()
+    if args.parts:
+        print_parts()
+        return
     if args.only:
         print(json.dumps(run(args, args.only)))
         return
