@@ -157,13 +157,21 @@ class Spill:
             return False
         del storage  # `storage_users` would count it
         is_busy = noted.thread is not threading.current_thread() and noted.thread.is_alive()
+        # bitsandbytes keeps the codes of a weight in 8 bits as an attribute of it, too: the same tensor.
+        twins = [] if is_busy else [name for name, value in vars(parameter).items() if _is_same(value, parameter)]
+        for name in twins:
+            setattr(parameter, name, None)
         if storage_users(parameter) != self._alone or is_busy:
+            for name in twins:
+                setattr(parameter, name, parameter.data)
             self._later[id(parameter)] = noted
             return False
         whole = torch.empty(0, dtype=torch.uint8).set_(parameter.untyped_storage())
         kept = max(self._files, key=lambda file: file.free).store(whole)
         place = parameter.storage_offset(), parameter.shape, parameter.stride()
         parameter.data = torch.empty(0, dtype=parameter.dtype).set_(kept.untyped_storage(), *place)
+        for name in twins:
+            setattr(parameter, name, parameter.data)
         return True
 
 
@@ -174,6 +182,11 @@ class _Noted(NamedTuple):
     nbytes: int
     thread: threading.Thread
     """Thread of the last use, which may be writing to the parameter."""
+
+
+def _is_same(value: Any, parameter: nn.Parameter) -> bool:
+    """Return whether an attribute of `parameter` is its data. Nothing else may need the object itself."""
+    return type(value) is torch.Tensor and value.is_set_to(parameter.data)
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

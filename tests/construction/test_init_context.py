@@ -386,6 +386,29 @@ def test_memory_that_something_else_refers_to(tmp_path: Path) -> None:
     assert torch.equal(model.whole[:64], model.part)
 
 
+class Twins(nn.Module):
+    """Weights with their own data as an attribute, as bitsandbytes' Int8Params keep their codes, and another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = nn.Linear(64, 64)
+        self.kept = first.weight.data
+        self.layers = nn.ModuleList([first, *(nn.Linear(64, 64) for _ in range(3))])
+        for layer in self.layers:
+            weight: Any = layer.weight
+            weight.CB, weight.SCB = weight.data, torch.ones(64)
+        self.body = Stack()
+
+
+def test_an_attribute_that_is_the_parameters_data(tmp_path: Path) -> None:
+    """It follows the parameter into the file; memory that something else holds as well stays."""
+    model: Any = built(tmp_path, Twins)
+    weights = [layer.weight for layer in model.layers]
+    assert all(weight.CB.is_set_to(weight.data) and weight.SCB.shape == (64,) for weight in weights)
+    assert [in_file(weight) for weight in weights] == [False, True, True, True]
+    assert_same(model, seeded(Twins))
+
+
 def test_a_thread_that_works_on_a_parameter(tmp_path: Path) -> None:
     """A thread may be writing to a parameter while another builds."""
     model = nn.Linear(64, 64)
