@@ -134,7 +134,8 @@ class Infinity(Section):
     """Format in which tiers store frozen parameters of two and more dimensions, such as the base of adapters. `8bit`
     and `nf4`: a code of 8 or 4 bits per element, and one scale per 64 in the dtype of the parameters. Units are decoded
     as they are fetched, so that reads fall to 8.25 or 4.25 bits in bf16. Frozen parameters are rounded once, when the
-    engine is constructed, to the values of `infinity.optim.frozen_values`. `as_is`: their own dtype."""
+    engine is constructed, to the values of `infinity.optim.frozen_values`. Refused: durable runs and tensor
+    parallelism. `as_is`: their own dtype."""
 
     seed: CountOrZero = Field(default=0, lt=1 << 64)
     """Seed of the stochastic rounding of `moments`. The rounding depends only on the seed, the number of the step and
@@ -151,7 +152,8 @@ class Infinity(Section):
 
     optimizer: Literal["native", "torch"] = "native"
     """Code that updates with AdamW, Adam, SGD and Adagrad. `native`: kernels on parts of parameters; `torch`: torch's
-    own step on whole parameters, with the bits of a plain loop, as for every other optimizer of torch.optim."""
+    own step on whole parameters, with the bits of a plain loop, as for other classes of torch.optim and your own.
+    Lion and AdEMAMix, which torch lacks, are refused with `torch`."""
 
     durable: Switch = False
     """Keep the states of every step, so that a killed run goes on from the last one with `engine.resume()` or

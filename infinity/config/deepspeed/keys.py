@@ -134,7 +134,7 @@ _ZERO: dict[str, Entry] = {
     "override_module_apply": no_effect("Module.apply works on units", True),
     "log_trace_cache_warnings": no_effect("the trace is a hint, and deviations need no warning"),
     "enable_sanity_checks": no_effect(_CHECKED),
-    "save_muon_momentum_buffer_in_memory": no_effect("there is no Muon optimizer"),
+    "save_muon_momentum_buffer_in_memory": no_effect("states live where offload_optimizer.device says"),
     "aio": mapped("aio"),
     "leaf_module": no_effect("units on data-dependent paths are fetched on demand", whole=True),
 }
@@ -260,8 +260,8 @@ _OPTIMIZER: dict[str, Entry] = {
     "optimizer.params.set_grad_none": no_effect("gradients are cleared when they are collected", True),
     "optimizer.params.adam_w_mode": mapped("optimizer.type")._replace(false_is_off=False),
     "optimizer.params.bias_correction": refused("the bias is always corrected: remove it", True, false_is_off=False),
-    "optimizer.params.amsgrad": refused("AMSGrad has no counterpart: remove it"),
-    "optimizer.params.maximize": refused("negate the loss instead"),
+    "optimizer.params.amsgrad": refused("pass torch.optim.AdamW(…, amsgrad=True) as optimizer=, or remove it"),
+    "optimizer.params.maximize": refused("negate the loss, or pass the optimizer as optimizer="),
     "optimizer.params.initial_accumulator_value": refused("the sum of squares starts at 0: remove it", 0),
     "optimizer.params.fp32_optimizer_states": refused(
         'set infinity.moments to "bf16" instead', True, false_is_off=False
