@@ -9,8 +9,10 @@ rule.update(parameter, gradient, memory, record, updates, group)  # one step of 
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +36,8 @@ _OF_TORCH = {"state", "param_groups", "_opt_called", "_step_count"}
 """Attributes that torch changes in a step."""
 _PROBED = 3
 """Updates after which the states of a parameter keep their names and shapes."""
+_UNCOUNTED = 4
+"""Tensors of a parameter's size that an update is taken to make if they cannot be counted."""
 _FIX = "Train with a class that updates each parameter from its own gradient and state, such as torch.optim.AdamW"
 
 
@@ -222,31 +226,50 @@ class ParameterRule:
         tensors that an update makes.
         """
         try:
-            return self._probe(nn.Parameter(torch.empty(shape, device="meta")), group, attributes)
+            param = nn.Parameter(torch.empty(shape, device="meta"))
+            after = self._probe(param, group, attributes)
         except Coupled:
             raise
         except Exception:  # noqa: BLE001 - a step that reads a value, which tensors without memory lack
-            return self._probe(nn.Parameter(torch.full(shape, 0.5)), group, attributes)
+            param = nn.Parameter(torch.full(shape, 0.5))
+            after = self._probe(param, group, attributes)
+        try:
+            return after, self._counted(param, group)
+        except Exception:  # noqa: BLE001 - what a mode does not see, such as a graph compiled as a whole
+            return after, _UNCOUNTED * param.nbytes
 
-    def _probe(
-        self, param: nn.Parameter, group: Group, attributes: Mapping[str, Any]
-    ) -> tuple[tuple[States, ...], int]:
+    def _probe(self, param: nn.Parameter, group: Group, attributes: Mapping[str, Any]) -> tuple[States, ...]:
         vars(param).update(attributes)
         state: dict[str, Any] = {}
         found: list[States] = []
-        step_nbytes = 0
         for _ in range(_PROBED):
             param.grad = torch.full_like(param, 0.25)
-            # A mode of its own, since states of an earlier step are in the record, where an update finds them.
-            with Allocations() as made:
-                state = self.step([([param], group)], [state])[0]
-            step_nbytes = max(step_nbytes, made.bytes.peak)
+            state = self.step([([param], group)], [state])[0]
             if why := why_not_stored(state, param):
                 raise Coupled(why)
             found.append(describe(state, is_meta=param.is_meta))
         while len(found) > 1 and alike(found[-1], found[-2]):
             found.pop()
-        return tuple(found), step_nbytes
+        return tuple(found)
+
+    def _counted(self, param: nn.Parameter, group: Group) -> int:
+        """Return the most bytes of the tensors that one of the first updates makes."""
+        state: dict[str, Any] = {}
+        nbytes = 0
+        for _ in range(_PROBED):
+            param.grad = torch.full_like(param, 0.25)
+            # A mode of its own, since states of an earlier step are in the record, where an update finds them.
+            # Dynamo would remember that it skips a function under a mode.
+            with _uncompiled(), Allocations() as made:
+                state = self.step([([param], group)], [state])[0]
+            nbytes = max(nbytes, made.bytes.peak)
+        return nbytes
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Return a block in which functions of `torch.compile` run as they are."""
+    # Importing Dynamo takes longer than the engine; a class that compiles has imported it.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def round_master(master: torch.Tensor, param: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from infinity.update import whole
 from support.configs import engine_config
 from support.loops import train
 from support.models import Stack, seeded, token_batches
-from support.rules import OPTIMIZERS
+from support.rules import OPTIMIZERS, plain
 
 
 class Plain(torch.optim.Optimizer):
@@ -60,6 +60,36 @@ def test_a_class_that_makes_no_tensors_needs_the_gradient(tmp_path: Path, monkey
     found, planned = peaks_of("plain", engine_config(folder=tmp_path, clip=0.1), monkeypatch)
     largest = max(p.numel() for p in Stack(width=32, depth=3).parameters())
     assert found == planned == 4 * largest
+
+
+@torch.compile(backend="eager", fullgraph=True)
+def orthogonal(gradient: torch.Tensor) -> torch.Tensor:
+    x = gradient / (gradient.norm() + 1e-7)
+    for _ in range(3):
+        x = 1.5 * x - 0.5 * x @ x.mT @ x
+    return x
+
+
+class Compiled(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                update = (
+                    orthogonal(p.grad) if p.dim() == 2 else torch.cond(p.sum() > 0, torch.sin, torch.cos, (p.grad,))
+                )
+                p.add_(update, alpha=-group["lr"])
+
+
+def test_a_step_that_compiles_trains_as_in_a_plain_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting its tensors neither refuses it nor lets Dynamo skip its functions from then on."""
+    monkeypatch.setitem(OPTIMIZERS, "compiled", lambda model: [Compiled(model.parameters(), {"lr": 0.02})])
+    config, batches = engine_config(folder=tmp_path), token_batches(4)
+    model = seeded(lambda: Stack(width=32, depth=3))
+    expected = plain(seeded(lambda: Stack(width=32, depth=3)), OPTIMIZERS["compiled"], batches, config)
+    with infinity.initialize(model, config, optimizer=OPTIMIZERS["compiled"](model), device=CpuDevice())[0] as engine:
+        assert engine.parts.plan.step_nbytes > 0
+        assert train(engine, batches) == expected.losses
 
 
 def test_native_rules_take_none(tmp_path: Path) -> None:
