@@ -227,18 +227,23 @@ class BaseEngine(ABC):
         wrappers = Wrappers(self.module)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             found.setdefault(id(parameter), []).append(pieces.of(own_name(name), parameter))
-        quantised = list(bitsandbytes.quantised(self.module))
-        own = {id(each.tensor) for _, layer in quantised for each in stored_in(layer)}
-        for path, layer in quantised:
-            yield from self._shown(f"{path}.", layer).items()
+        own, shown = set[int](), set[str]()
+        for path, layer in bitsandbytes.quantised(self.module):
+            if values := self._shown(f"{path}.", layer):
+                own |= {id(each.tensor) for each in stored_in(layer)}
+                shown |= values.keys()
+                yield from values.items()
+        for identity in own:  # a layer's tensors have other names, too, if another module shares them
+            found[identity] = [piece for piece in found.get(identity, []) if piece.name not in shown]
         for unit in self.units:
-            if all(id(parameter) in own for parameter in unit.parameters):
+            if not any(found.get(id(parameter), [True]) for parameter in unit.parameters):
                 continue
+            self._check_open()
             flat = self.parts.states.read_param(unit.layout)
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 local = flat[slot.offset : slot.stop].view(slot.shape).clone()
                 value = self.ranks.model.whole(parameter, local)
-                if id(parameter) in own:
+                if not found.get(id(parameter), [True]):
                     continue
                 if parameter in wrappers:
                     yield from wrappers.add(parameter, value)
@@ -247,17 +252,23 @@ class BaseEngine(ABC):
         aliases = aliases_of_buffers(self.module)
         for name, buffer in persistent_buffers(self.module).items():
             value = buffer.detach().cpu().clone()
-            yield from ((each, value) for each in (name, *(a for a, first in aliases.items() if first == name)))
+            names = (name, *(alias for alias, first in aliases.items() if first == name))
+            yield from ((each, value) for each in names if each not in shown)
 
     def _shown(self, prefix: str, layer: nn.Module) -> dict[str, torch.Tensor]:
-        """Return what a quantised layer writes into a state_dict, under names that begin with `prefix`."""
+        """Return what a quantised layer writes into a state_dict, under names that begin with `prefix`; empty if its
+        class cannot, as bitsandbytes' embeddings.
+        """
         shown: dict[str, torch.Tensor] = {}
         with ExitStack() as held:
             units = {self.parts.unit_of[id(each.tensor)] for each in stored_in(layer)}
             for unit in sorted(units, key=lambda unit: unit.index):
                 self.parts.runner.hold(unit)
                 held.callback(self.parts.runner.unhold, unit)
-            layer._save_to_state_dict(shown, prefix, keep_vars=False)
+            try:
+                layer._save_to_state_dict(shown, prefix, keep_vars=False)
+            except NotImplementedError:
+                return {}
             return {name: value.detach().to("cpu", copy=True) for name, value in shown.items()}
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from infinity.units.compiled import own_name
+from infinity.units.compiled import eager, own_name
 from infinity.units.released import is_released
 from infinity.units.stored import is_wrapper, stored
 from infinity.units.unit import placeholder
@@ -81,9 +81,10 @@ def restore(model: nn.Module) -> None:
 def follow(model: nn.Module) -> Iterator[Any]:
     """Yield handles, whose `remove` undoes it, of hooks that let layers compute and keep no view of their weights."""
     for module in _layers(model, "Linear8bitLt"):
-        if isinstance(module.state.CB, Codes):
+        if isinstance(codes := module.state.CB, Codes):
             yield module.register_forward_pre_hook(_show_values)
-            yield module.register_forward_hook(partial(_hide_values, module.state.CB), always_call=True)
+            yield module.register_forward_hook(partial(_hide_values, codes), always_call=True)
+            yield _AtEnd(module, codes)
     for module in _layers(model, "Linear4bit"):
         yield module.register_forward_hook(_keep_parameter)
         yield _Unpacked(module)
@@ -91,6 +92,20 @@ def follow(model: nn.Module) -> Iterator[Any]:
         if getattr(module, "bias", None) is not None:
             yield module.register_forward_pre_hook(_lend_bias)
             yield module.register_forward_hook(_take_bias, always_call=True)
+            yield _AtEnd(module)
+
+
+class _AtEnd:
+    """Undoes what hooks before a layer's forward did, since a Ctrl-C in it leaves those after it uncalled."""
+
+    def __init__(self, module: Any, codes: Codes | None = None) -> None:
+        """codes: of a Linear8bitLt."""
+        self._module, self._codes = module, codes
+
+    def remove(self) -> None:
+        _take_bias(self._module)
+        if self._codes is not None:
+            _hide_values(self._codes, self._module)
 
 
 def quantised(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -105,10 +120,11 @@ def _show_values(module: Any, args: Any) -> None:
     module.state.CB = module.weight.data  # the forward ends with weight.data = state.CB
 
 
-def _hide_values(codes: Codes, module: Any, args: Any, output: Any) -> None:
+def _hide_values(codes: Codes, module: Any, args: Any = None, output: Any = None) -> None:
     module.state.CB = codes
 
 
+@eager
 def _lend_bias(module: nn.Module, args: Any) -> None:
     """Lend the layer a tensor with the values of its bias."""
     bias = module._parameters["bias"]
@@ -117,7 +133,8 @@ def _lend_bias(module: nn.Module, args: Any) -> None:
         module.__dict__["bias"] = bias.detach()
 
 
-def _take_bias(module: nn.Module, args: Any, output: Any) -> None:
+@eager
+def _take_bias(module: nn.Module, args: Any = None, output: Any = None) -> None:
     module.__dict__.pop("bias", None)
 
 

@@ -174,3 +174,12 @@ def test_memory_is_free_at_once(tier: str, activations: str | None, late: bool, 
         assert not left or max(left) <= 64
     finally:
         gc.enable()
+
+
+def test_a_state_dict_that_is_read_after_closing_is_refused() -> None:
+    engine = open_engine(seeded(Stack), engine_config("cpu", "cpu"))
+    values = engine.stream_state_dict()
+    next(values)
+    engine.close()
+    with pytest.raises(UsageError, match="closed"):
+        list(values)

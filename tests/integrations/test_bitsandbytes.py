@@ -154,6 +154,64 @@ def test_state_dicts_and_weights_are_those_of_the_model(kind: str, tmp_path: Pat
     assert alike(load_file(tmp_path / "trained.safetensors"), trained)
 
 
+def test_other_names_of_a_layers_tensors_and_its_buffers() -> None:
+    """A state_dict has each name once."""
+
+    def shared() -> Linears:
+        model: Any = quantised("nf4")
+        base = model.layers[0].base
+        base.bias.requires_grad_(False)
+        model.also = base.bias
+        base.register_buffer("scale", torch.ones(2))
+        return model  # type: ignore[no-any-return]
+
+    with open_engine(seeded(shared), engine_config(prefetch_bytes=0)) as engine:
+        found = [name for name, _ in engine.stream_state_dict()]
+        assert sorted(found) == sorted(seeded(shared).state_dict())
+
+
+def test_embeddings_in_4_bits_whose_class_writes_no_state_dict(tmp_path: Path) -> None:
+    """Trained weights are written, and the engine yields codes and scales under its own names."""
+
+    class Embedded(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb = bnb.nn.EmbeddingNF4(64, WIDTH).requires_grad_(False)
+            self.head = torch.nn.Linear(WIDTH, 1)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.emb(tokens).float()).square().mean()  # type: ignore[no-any-return]
+
+    model = Embedded().to("cpu")
+    with open_engine(model, engine_config(folder=tmp_path, prefetch_bytes=0)) as engine:
+        engine.backward(engine(torch.arange(8)))
+        engine.step()
+        assert {"emb.weight", "emb.weight.absmax"} < engine.state_dict().keys()
+        engine.save_16bit_model(tmp_path, "trained.safetensors", exclude_frozen_parameters=True)
+    assert load_file(tmp_path / "trained.safetensors").keys() == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_ctrl_c_in_a_layer_leaves_nothing_of_the_engine(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks after a forward are not called then: the layer's bias and codes are its own again once it is closed."""
+    model: Any = seeded(partial(quantised, kind))
+    for each in model.layers:
+        each.base.bias.requires_grad_(False)
+    expected = seeded(partial(quantised, kind))(*BATCHES[0])
+    engine = open_engine(model, engine_config("cpu", "cpu", prefetch_bytes=0))
+
+    def interrupted(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(bnb, "matmul_4bit" if kind == "nf4" else "matmul", interrupted)
+        engine(*BATCHES[0])
+    engine.close(restore=True)
+    base = model.layers[0].base
+    assert "bias" not in vars(base) and base.bias is base._parameters["bias"]
+    assert torch.equal(model(*BATCHES[0]), expected)
+
+
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32, torch.uint8])
 @pytest.mark.parametrize("format", ["8bit", "nf4"])
 def test_codes_are_no_values_that_the_engine_rounds(format: str, storage: torch.dtype) -> None:
@@ -202,6 +260,23 @@ def test_a_bias_of_another_dtype_is_cast_as_in_a_plain_loop(computes: torch.dtyp
         stored = engine.state_dict()["layers.0.base.bias"]
         assert stored.dtype == torch.float32
         assert torch.equal(stored, seeded(biased).layers[0].base.bias)  # type: ignore[arg-type,union-attr]
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_compiled_layers_with_a_frozen_bias(kind: str) -> None:
+    def biased() -> Linears:
+        model = quantised(kind)
+        for each in model.layers:
+            each.base.bias = torch.nn.Parameter(torch.randn(WIDTH) / 8, requires_grad=False)  # type: ignore[union-attr]
+        return model
+
+    expected = plain(seeded(biased), BATCHES, engine_config())
+    model = seeded(biased)
+    for number, each in enumerate(model.layers):
+        model.layers[number] = torch.compile(each, backend="eager")  # type: ignore[assignment]
+    with open_engine(model, engine_config(prefetch_bytes=0)) as engine:
+        losses = train(engine, BATCHES)
+    assert losses == pytest.approx(expected.losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("param", ["none", "cpu", "nvme"])
