@@ -164,10 +164,15 @@ def _tensors(index: Index, folder: Path, dtype: torch.dtype | None) -> _Shard:
     """Return the parameters in the model's order, then the buffers."""
     by_name: _Shard = {}
     shards = open_shards(index, folder) if index.shards else None
+    dtypes = {name: entry.torch_dtype for name, entry in index.parameters.items()}
+    narrow = [name for name, own in dtypes.items() if own.is_floating_point and own.itemsize < 2]
+    of_codes = {name.rpartition(".")[0] for name in narrow}
     for name, entry in index.parameters.items():
         own = entry.torch_dtype
         kind = index.kinds(name)[0]  # the master, or a frozen parameter itself
-        spec = Spec(dtype if dtype is not None and own.is_floating_point else own, entry.shape)
+        # Float8 values without their scales would mean something else, and so would other scales.
+        casts = own.is_floating_point and name.rpartition(".")[0] not in of_codes
+        spec = Spec(dtype if dtype is not None and casts else own, entry.shape)
         if shards is not None:
             by_name[name] = _Tensor(partial(shards.parts, name, kind), spec)
         else:

@@ -26,7 +26,7 @@ from infinity.errors import InfinityError, ModelError, RanksError, UsageError
 from infinity.nn.pieces import Assembly, Piece, Pieces
 from infinity.units.compiled import own_name
 from infinity.units.released import own_type
-from infinity.units.stored import is_wrapper
+from infinity.units.stored import beside_codes, is_wrapper
 from infinity.units.unit import Unit
 
 _SHOWN = 5
@@ -39,10 +39,10 @@ def stream_weights(
     """Yield (name, value) of every parameter and persistent buffer, unit by unit. Collective, between two steps.
 
     engine: an engine, or its model. names: yield only these, which are names after the merge; by default all. dtype: of
-    floating-point parameters; by default the dtype that each computes in. Buffers are never cast. merge_adapters: merge
-    peft's active LoRA adapters, with the bits of `merge_and_unload()`; the model does not change. Names are then those
-    of the plain model: without `base_model.model.`, `.base_layer` and adapters. False: every parameter, under its own
-    name.
+    floating-point parameters; by default the dtype that each computes in. Buffers, and float8 weights with
+    their scales, are never cast. merge_adapters: merge peft's active LoRA adapters, with the bits of
+    `merge_and_unload()`; the model does not change. Names are then those of the plain model: without
+    `base_model.model.`, `.base_layer` and adapters. False: every parameter, under its own name.
 
     Names are the keys of the model's `state_dict()`, in the order of units. A shared parameter is yielded under each of
     its names, one after the other, as the same tensor. Values are unsharded on every rank, on the engine's device; a
@@ -65,7 +65,7 @@ def stream_weights(
     stream = _Stream(source)
     source.open_stream(stream.end)
     try:
-        yield from _tensors(source, stream, contents, dtype)
+        yield from _tensors(source, stream, contents)
     finally:
         stream.end()
 
@@ -108,9 +108,11 @@ class _Stream:
 
 @dataclass(frozen=True)
 class _Contents:
-    """Everything that a stream yields. parameters: by unit and slot. digest: of the arguments, to compare ranks."""
+    """Everything that a stream yields. parameters: by unit and slot, with the dtype to cast to. digest: of the
+    arguments, to compare ranks.
+    """
 
-    parameters: Sequence[tuple[Unit, int, list[Piece], Merge | None]]
+    parameters: Sequence[tuple[Unit, int, list[Piece], Merge | None, torch.dtype | None]]
     buffers: Sequence[tuple[str, torch.Tensor]]
     digest: int
 
@@ -132,14 +134,15 @@ def _contents(
     keeps = _keeper(wanted)
     pieces = _pieces(engine.module, adapters)
     _check_wrappers(engine.module, pieces, keeps)
-    parameters = []
+    parameters, codes = [], beside_codes(engine.module)
     for unit in engine.units:
         for slot, parameter in enumerate(unit.parameters):
             kept = [piece for piece in pieces.get(id(parameter), []) if keeps(piece.name)]
             if kept:
-                parameters.append((unit, slot, kept, adapters.merges.get(id(parameter))))
+                wanted_dtype = dtype if parameter.is_floating_point() and id(parameter) not in codes else None
+                parameters.append((unit, slot, kept, adapters.merges.get(id(parameter)), wanted_dtype))
     buffers = [(name, buffer) for name, buffer in _buffers(engine.module, adapters) if keeps(name)]
-    found = {piece.name for _, _, kept, _ in parameters for piece in kept} | {name for name, _ in buffers}
+    found = {piece.name for _, _, kept, *_ in parameters for piece in kept} | {name for name, _ in buffers}
     missing = [name for name in dict.fromkeys(wanted or []) if name not in found]
     if missing:
         shown = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
@@ -147,7 +150,7 @@ def _contents(
             f"the model has no weights named {shown}: pass keys of its state_dict(), after a merge those of the plain "
             "model"
         )
-    _check_plain(engine.module, {id(unit.parameters[slot]) for unit, slot, _, _ in parameters})
+    _check_plain(engine.module, {id(unit.parameters[slot]) for unit, slot, *_ in parameters})
     digest = zlib.crc32(repr((sorted(found), dtype, merge_adapters)).encode())  # not `hash`, which differs by process
     return _Contents(parameters, buffers, digest)
 
@@ -220,11 +223,9 @@ def _agreed(engine: BaseEngine, contents: Callable[[], _Contents]) -> _Contents:
     return found
 
 
-def _tensors(
-    engine: BaseEngine, stream: _Stream, contents: _Contents, dtype: torch.dtype | None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(engine: BaseEngine, stream: _Stream, contents: _Contents) -> Iterator[tuple[str, torch.Tensor]]:
     assembly = Assembly()
-    for unit, slot, pieces, merge in contents.parameters:
+    for unit, slot, pieces, merge, dtype in contents.parameters:
         stream.go_on(pieces[0].name)
         # No variable here holds a value: the caller decides how long it lives.
         yield from assembly.add(pieces, _value(engine, unit, slot, merge, pieces, dtype))
@@ -254,8 +255,7 @@ def _value(
 
     parameter: Any = unit.parameters[slot]
     value = read(parameter) if merge is None else merge.value(read)
-    wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
-    return value.to(parts.device.host if pieces[0].place else value.device, wanted)
+    return value.to(parts.device.host if pieces[0].place else value.device, dtype or value.dtype)
 
 
 def _engine_of(engine: Any) -> BaseEngine:

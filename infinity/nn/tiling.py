@@ -22,6 +22,7 @@ from torch import nn
 from infinity.errors import UsageError
 from infinity.nn.pieces import MARK, Piece, Tiled, slices, view_of
 from infinity.plan.formats import BLOCK
+from infinity.plan.frozen import GROUP
 from infinity.sizes import parse_size
 
 
@@ -156,15 +157,15 @@ def rows_of(in_features: int, out_features: int, bias: bool, width: int, max_byt
     """Return the output features of each tile.
 
     width: bytes of a row. Tiles have at most `max_bytes`, and are equal except for the last one. Where they may have
-    that many rows, weight and bias begin at blocks of 8-bit moments.
+    that many rows, weight and bias begin at blocks of 8-bit moments, or else weights at groups of `infinity.frozen`.
     """
     limit = max_bytes // width
     if not limit:
         raise UsageError(
             f"max_bytes is {max_bytes}, and one row of the weight has {width} bytes: pass at least that, or in_splits"
         )
-    step = BLOCK if bias else BLOCK // math.gcd(BLOCK, in_features)
-    step = step if step <= limit else 1
+    blocks = BLOCK if bias else BLOCK // math.gcd(BLOCK, in_features)
+    step = next(rows for rows in (blocks, GROUP // math.gcd(GROUP, in_features), 1) if rows <= limit)
     limit -= limit % step
     rows = math.ceil(out_features / math.ceil(out_features / limit))
     rows = min(-(-rows // step) * step, out_features)

@@ -286,6 +286,11 @@ def trained_dtype(name: str, dtype: torch.dtype, wanted: torch.dtype | None, *, 
         if trainable:
             raise ModelError(f"{name} is {dtype}, which no optimizer here trains: convert it to fp32, or freeze it")
         return dtype
+    if trainable and dtype.itemsize < 2:
+        raise ModelError(
+            f"{name} is {str(dtype).removeprefix('torch.')} and requires a gradient: freeze it "
+            "(requires_grad_(False)), or convert it, with its scales, to 16 bits"
+        )
     if wanted is not None:
         return wanted
     if trainable and dtype != torch.float32:

@@ -23,7 +23,7 @@ from infinity.plan.frozen import CODED_DTYPES
 from infinity.plan.layout import Discovered, DiscoveredUnit, Member, UnitLayout
 from infinity.plan.records import Record
 from infinity.units.compiled import own_name, uncompiled
-from infinity.units.stored import Stored, is_wrapper, named_stored, of_codes, stored
+from infinity.units.stored import Stored, beside_codes, is_wrapper, named_stored, stored
 
 
 def held_together(model: nn.Module, needed: Mapping[nn.Module, Sequence[int]]) -> set[frozenset[int]]:
@@ -108,8 +108,7 @@ class _Walk:
     def __init__(self, model: nn.Module, unit_size: int, width: int | None) -> None:
         self.unit_size = unit_size
         self.width = width
-        own = (p for module in of_codes(model) for p in module.parameters(recurse=False) if not p.requires_grad)
-        self.beside_codes = {id(parameter) for parameter in own}
+        self.beside_codes = beside_codes(model)
         self.claimed: set[int] = set()
         self.groups: list[tuple[str, list[Stored]]] = []
 

@@ -34,8 +34,9 @@ class Edits:
         Called before a forward. Edits through `.data` are found as the unit leaves its buffer.
         """
         for unit in self._coded:
-            # A unit may stay in its buffer for many steps, all of which would use the values.
-            if unit.residency is not Residency.RESIDENT:
+            # A unit may stay in its buffer for many steps, all of which would use the values. One that a block holds is
+            # checked at the block's end.
+            if unit.residency is not Residency.RESIDENT or unit.pin_count:
                 continue
             # Comparing a fingerprint would read the buffer in each forward.
             version = sum(map(version_of, unit.parameters))

@@ -43,6 +43,12 @@ def of_codes(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
+def beside_codes(model: nn.Module) -> set[int]:
+    """Return the ids of the frozen parameters of `of_codes`."""
+    own = (p for module in of_codes(model) for p in module.parameters(recurse=False))
+    return {id(parameter) for parameter in own if not parameter.requires_grad}
+
+
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` consists of inner tensors that it names, and is not ragged (nested) or sparse.
 

@@ -166,6 +166,23 @@ def test_an_edit_in_a_buffer_is_refused_before_it_is_used(trains: bool, tmp_path
             run(batches[1:2])
 
 
+@pytest.mark.parametrize("rank", [None, 0])
+def test_a_block_may_run_the_model_with_other_values(rank: int | None, tmp_path: Path) -> None:
+    """Values that the code cannot hold, and that are gone at the end of the block."""
+    model = seeded(adapted)
+    batch = token_batches(1)[0]
+    config = engine_config(folder=tmp_path, frozen="nf4", cache_bytes="1GiB", prefetch_bytes="1GiB")
+    with infinity.init_inference(model, config, device=CpuDevice()) as engine:
+        expected = engine(*batch)
+        weight = model.blocks[2].down.base.weight
+        with infinity.GatheredParameters([weight], modifier_rank=rank), torch.no_grad():
+            kept = weight.clone()
+            weight.mul_(0.77)
+            assert not torch.equal(engine(*batch), expected)
+            weight.copy_(kept)
+        assert torch.equal(engine(*batch), expected)
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_value_that_is_not_finite_is_refused_by_name(value: float, tmp_path: Path) -> None:
     model = seeded(adapted)
@@ -190,6 +207,11 @@ def test_tiles_are_rounded_as_the_whole_layer_or_refused(tmp_path: Path) -> None
         with infinity.init_inference(tiles, config, device=CpuDevice()) as engine:
             found = engine.state_dict()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
+    chosen = copy.deepcopy(whole)
+    assert infinity.nn.tile(chosen, 2048) == ["0", "1"]  # 21 rows of 24 fit; 16 are whole groups
+    with infinity.init_inference(chosen, config, device=CpuDevice()) as engine:
+        found = engine.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_16_bit_overflow_is_refused_by_name(tmp_path: Path) -> None:

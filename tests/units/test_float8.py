@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import infinity
+from infinity.checkpoint.export import export
 from infinity.errors import ModelError
 from infinity.tiers.device import CpuDevice
 from support.configs import DEVICES, engine_config
@@ -83,8 +85,26 @@ def test_inference(dtype: torch.dtype | None) -> None:
         assert torch.equal(engine(*batch), expected)
 
 
-def test_a_trained_weight_in_float8_is_refused_by_name() -> None:
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_trained_weight_in_float8_is_refused_by_name(bf16: bool) -> None:
     model = model_of()
     model.layers[0].base.weight.requires_grad_(True)  # type: ignore[union-attr]
-    with pytest.raises(ModelError, match=r"layers\.0\.base\.weight is .*float8"):
-        open_engine(model, engine_config())
+    with pytest.raises(
+        ModelError, match=r"layers\.0\.base\.weight is float8_e4m3fn and requires a gradient: freeze it"
+    ):
+        open_engine(model, engine_config(bf16=bf16))
+
+
+def test_casts_leave_them_alone(tmp_path: Path) -> None:
+    """A stream and an export in another dtype cast the other parameters."""
+    model = seeded(model_of)
+    own = {name: p.dtype for name, p in model.named_parameters() if ".base." in name}
+    with open_engine(model, engine_config(folder=tmp_path)) as engine:
+        values = dict(infinity.stream_weights(engine, dtype=torch.bfloat16))
+        engine.save_checkpoint(tmp_path / "saved")
+    export(tmp_path / "saved", tmp_path / "out", dtype="bf16")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    for found in (values, exported):
+        assert {name: value.dtype for name, value in found.items()} == {
+            name: own.get(name, torch.bfloat16) for name in values
+        }
