@@ -92,10 +92,8 @@ class Adapters:
 
         for path, module in model.named_modules(remove_duplicate=False):
             path = own_name(f"{path}.").removesuffix(".")
-            if isinstance(module, PeftMixedModel):
-                self._rules[path] = _after("base_model.model.")
-            elif isinstance(module, PeftModel):
-                if module.active_peft_config.is_prompt_learning:
+            if isinstance(module, (PeftModel, PeftMixedModel)):
+                if isinstance(module, PeftModel) and module.active_peft_config.is_prompt_learning:
                     raise _refusal(path or "the model", f"has {module.peft_type} prompts, which are no weights")
                 self._rules[path] = _after("base_model.model.")
             elif isinstance(module, ModulesToSaveWrapper):

@@ -227,23 +227,24 @@ class BaseEngine(ABC):
         wrappers = Wrappers(self.module)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             found.setdefault(id(parameter), []).append(pieces.of(own_name(name), parameter))
-        own, shown = set[int](), set[str]()
+        shown, done = set[str](), set[int]()
         for path, layer in bitsandbytes.quantised(self.module):
-            if values := self._shown(f"{path}.", layer):
-                own |= {id(each.tensor) for each in stored_in(layer)}
-                shown |= values.keys()
-                yield from values.items()
-        for identity in own:  # a layer's tensors have other names, too, if another module shares them
-            found[identity] = [piece for piece in found.get(identity, []) if piece.name not in shown]
+            values = self._shown(f"{path}.", layer)
+            shown |= values.keys()
+            for identity in (id(each.tensor) for each in stored_in(layer) if values):
+                # Another module that shares a tensor of the layer has a name of its own for it.
+                found[identity] = [piece for piece in found.get(identity, []) if piece.name not in shown]
+                done |= set() if found[identity] else {identity}
+            yield from values.items()
         for unit in self.units:
-            if not any(found.get(id(parameter), [True]) for parameter in unit.parameters):
+            if all(id(parameter) in done for parameter in unit.parameters):
                 continue
             self._check_open()
             flat = self.parts.states.read_param(unit.layout)
             for slot, parameter in zip(unit.layout.slots, unit.parameters, strict=True):
                 local = flat[slot.offset : slot.stop].view(slot.shape).clone()
                 value = self.ranks.model.whole(parameter, local)
-                if not found.get(id(parameter), [True]):
+                if id(parameter) in done:
                     continue
                 if parameter in wrappers:
                     yield from wrappers.add(parameter, value)

@@ -42,18 +42,18 @@ def describe(plan: Plan) -> str:
     if plan.in_place:
         purpose += f", {counted(len(plan.in_place), 'unit')} in place"
     held = plan.nbytes()
-    passing = "".join(
+    meanwhile = "".join(
         f"; up to {show_bytes(more)} more on {tier} while gradients wait, as in the first step"
         for tier, more in plan.passing.items()
     )
     if plan.step_nbytes:
-        passing += f"; up to {show_bytes(plan.step_nbytes)} more on device while the optimizer updates a parameter"
+        meanwhile += f"; up to {show_bytes(plan.step_nbytes)} more on device while the optimizer updates a parameter"
     return "\n".join(
         [
             *lines,
             "",
             f"{counted(len(plan.units), 'unit')}, {total:,} parameters{ranks}; {purpose}",
-            "this rank holds " + ", ".join(f"{show_bytes(held[tier])} on {tier}" for tier in TierKind) + passing,
+            "this rank holds " + ", ".join(f"{show_bytes(held[tier])} on {tier}" for tier in TierKind) + meanwhile,
             *_activations(plan),
             *_stripe(plan),
             *_durable(plan),
