@@ -405,6 +405,8 @@ def test_the_end_of_the_engine_waits_for_it(
     train(box[0], BATCHES[2 : 2 + steps])
     end(box)
     assert content(tmp_path / "background" / "a") == content(tmp_path / "foreground" / "a")
+    for thread in set(threading.enumerate()) - threads:  # a thread of no name may end a dropped engine
+        thread.join(20)
     assert {thread.name for thread in threading.enumerate() if thread not in threads} == set()
 
 
