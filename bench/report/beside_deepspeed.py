@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness import Result, median, median_ratio
-from report.page import Report, setup, table
+from harness import Result, median
+from report.page import RATIOS, Report, ratio, setup, table
 
 ENGINES = ("DeepSpeed", "Infinity")
 PLACEMENTS = {"cpu": "host memory", "nvme": "NVMe"}
@@ -28,9 +28,10 @@ def rows(result: Result) -> list[list[str]]:
         ):
             if not any(map(any, values.values())):
                 continue
-            middle = [median([{"x": x} for x in values[engine]], "x") for engine in ENGINES]
-            ratio = median_ratio(values["Infinity"], values["DeepSpeed"])
-            found.append([f"{title}: {name}", *(f"{value:.{digits}f}" for value in middle), f"{ratio:.2f}"])
+            middle = [f"{median([{'x': x} for x in values[engine]], 'x'):.{digits}f}" for engine in ENGINES]
+            rounds = [own / other for own, other in zip(values["Infinity"], values["DeepSpeed"], strict=True)]
+            beside = ratio(middle[1], middle[0], rounds)
+            found.append([f"{title}: {name}", *middle, beside])
     return found
 
 
@@ -56,6 +57,7 @@ def fragments(result: Result) -> dict[str, str]:
             f"GPT-2: hidden {args['hidden']}, {args['layers']} layers, vocabulary {args['vocab']}, sequence "
             f"{args['sequence']}, batch {args['batch']}, bf16, AdamW, clipping 1.0, stage 3, one process.",
             f"Medians of {args['rounds']} processes of {args['steps']} steps each, kinds interleaved.",
+            RATIOS,
         ),
         "table": table(["", *ENGINES, "ratio"], rows(result)),
         "faults": table(

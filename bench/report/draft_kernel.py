@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from harness import Result
-from report.page import Report, setup, table
+from report.page import RATIOS, Report, ratio, setup, table
 
 KINDS = ("in place", "draft", "copy, then in place")
 MOVED = {"fp32": 26, "bf16": 18, "8bit": 14}
@@ -14,10 +14,10 @@ CODES = {"8bit": 2}
 """Moments → bytes that a draft reads besides."""
 
 
-def ratio(result: Result, moments: str, kind: str) -> float:
-    """Return the median of the ratios to the update in place of the same round."""
+def ratios(result: Result, moments: str, kind: str) -> list[float]:
+    """Return each round's ratio to the update in place."""
     runs = result["runs"][moments]
-    return float(statistics.median(one / other for one, other in zip(runs[kind], runs[KINDS[0]], strict=True)))
+    return [one / other for one, other in zip(runs[kind], runs[KINDS[0]], strict=True)]
 
 
 def fragments(result: Result) -> dict[str, str]:
@@ -25,10 +25,12 @@ def fragments(result: Result) -> dict[str, str]:
     for moments, runs in result["runs"].items():
         theory = 1 + CODES.get(moments, 0) / MOVED[moments]
         times = [f"{statistics.median(runs[kind]) * 1e3:.1f}" for kind in KINDS]
-        ratios = [f"{ratio(result, moments, kind):.2f}" for kind in KINDS[1:]]
-        rows.append([moments, *times, *ratios, f"{theory:.2f}"])
+        cells = [
+            ratio(one, times[0], ratios(result, moments, kind)) for one, kind in zip(times[1:], KINDS[1:], strict=True)
+        ]
+        rows.append([moments, *times, *cells, f"{theory:.2f}"])
     recipe = f"{args['parameters']:.0e} parameters in bf16 with a remainder, AdamW, {args['threads']} threads."
-    sizes = f"Medians of {args['rounds']} rounds; ratios are medians of those within a round."
+    sizes = f"Medians of {args['rounds']} rounds. {RATIOS}"
     head = [
         "moments",
         *(f"{kind}, ms" for kind in KINDS),
@@ -40,7 +42,10 @@ def fragments(result: Result) -> dict[str, str]:
 
 
 def figures(result: Result) -> dict[str, float]:
-    return {f"{moments}: draft ÷ in place": ratio(result, moments, "draft") for moments in result["runs"]}
+    return {
+        f"{moments}: draft ÷ in place": statistics.median(ratios(result, moments, "draft"))
+        for moments in result["runs"]
+    }
 
 
 REPORT = Report(lambda result: "A draft in memory", fragments, figures)

@@ -6,11 +6,11 @@ import statistics
 from typing import Any
 
 from harness import Result
-from report.page import Report, setup, table
+from report.page import RATIOS, Report, ratio, setup, table
 
 FIRST = "no clipping"
-LEGEND = """\
-Medians of all steps; ratios are medians of those within a round, with the lowest and the highest.
+LEGEND = f"""\
+Medians of all steps. {RATIOS}
 Bytes are those of a step for each parameter."""
 
 
@@ -27,17 +27,17 @@ def ratios(result: Result, kind: str, to: str) -> list[float]:
 
 def fragments(result: Result) -> dict[str, str]:
     args, rows = result["args"], []
+    first = f"{statistics.median(step['seconds'] for run in result['runs'][FIRST] for step in run['steps']):.2f}"
     for kind, runs in result["runs"].items():
         steps = [step for run in runs for step in run["steps"]]
         seconds, forward = (statistics.median(step[name] for step in steps) for name in ("seconds", "forward"))
-        found = ratios(result, kind, FIRST)
         bytes_of = {name: runs[0][name] / runs[0]["parameters"] for name in ("read", "written")}
         rows.append(
             [
                 kind,
                 f"{seconds:.2f}",
                 f"{forward:.2f}",
-                f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})",
+                ratio(f"{seconds:.2f}", first, ratios(result, kind, FIRST)),
                 f"{bytes_of['read']:.1f} + {bytes_of['written']:.1f}",
                 f"{max(run['peak_rss'] for run in runs) / 1e9:.2f}",
             ]

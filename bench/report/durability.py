@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from harness import RESULTS, Result, median_ratio, spread
+from harness import RESULTS, Result, spread
 from report import campaign, soak, style
-from report.page import Report, load, setup, table
+from report.page import RATIOS, Report, load, ratio, setup, table
 
 SCHEDULES = {"0": "during backward", "1": "clipping, next forward"}
 """Value of clipping → schedule of the updates."""
@@ -24,10 +24,10 @@ def seconds(runs: list[dict[str, Any]]) -> float:
     return spread(step for run in runs for step in run["steps"]).median
 
 
-def ratio(result: Result, clip: str) -> float:
-    """Median over rounds of the medians' ratio."""
+def ratios(result: Result, clip: str) -> list[float]:
+    """Return each round's ratio of the medians with and without durable states."""
     above, below = runs_of(result, "durable", clip), runs_of(result, "without", clip)
-    return median_ratio([seconds([run]) for run in above], [seconds([run]) for run in below])
+    return [seconds([one]) / seconds([other]) for one, other in zip(above, below, strict=True)]
 
 
 def parameters(result: Result) -> int:
@@ -44,8 +44,8 @@ def fragments(result: Result) -> dict[str, str]:
         result,
         f"GPT-2: hidden {args['hidden']}, {args['layers']} layers, vocabulary {args['vocab']}, sequence "
         f"{args['sequence']}, batch {args['batch']}, bf16, AdamW, untied head.",
-        f"Medians of {args['rounds']} processes of {args['steps']} steps each, kinds interleaved; ratios are medians "
-        "of those within a round.",
+        f"Medians of {args['rounds']} processes of {args['steps']} steps each, kinds interleaved.",
+        RATIOS,
     )
     return {
         "setup": text,
@@ -65,7 +65,7 @@ def cost(result: Result) -> str:
                 schedule,
                 f"{seconds(without):.2f}",
                 f"{seconds(durable):.2f}",
-                f"{ratio(result, clip):.2f}",
+                ratio(f"{seconds(durable):.2f}", f"{seconds(without):.2f}", ratios(result, clip)),
                 f"{without[0]['nvme'] / 1e9:.2f}",
                 f"{durable[0]['nvme'] / 1e9:.2f}",
                 f"{max(run['peak_rss'] for run in without) / 1e9:.2f}",
@@ -115,7 +115,9 @@ def growth(path: Path) -> str:
 
 
 def figures(result: Result) -> dict[str, float]:
-    return {f"{schedule}: durable ÷ without": ratio(result, clip) for clip, schedule in SCHEDULES.items()}
+    return {
+        f"{schedule}: durable ÷ without": spread(ratios(result, clip)).median for clip, schedule in SCHEDULES.items()
+    }
 
 
 def plot(result: Result, path: Path) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import statistics
 
 from harness import Result
-from report.page import Report, setup, table
+from report.page import RATIOS, Report, ratio, setup, table
 
 FIRST = "as_is"
-LEGEND = """\
-Medians of all steps; ratios are medians of those within a round, with the lowest and the highest."""
+LEGEND = f"Medians of all steps. {RATIOS}"
 RATES = """\
 GB/s of decoded bytes, the fastest of 60 passes over 16 MiB in bf16, medians of the processes."""
 
@@ -23,13 +22,16 @@ def ratios(result: Result, format: str) -> list[float]:
 def fragments(result: Result) -> dict[str, str]:
     args, rows, speeds = result["args"], [], []
     for format, runs in result["runs"].items():
-        found = ratios(result, format)
+        seconds, first = (
+            f"{statistics.median(s for run in each for s in run['seconds']):.2f}"
+            for each in (runs, result["runs"][FIRST])
+        )
         rows.append(
             [
                 f"`{format}`",
-                f"{statistics.median(s for run in runs for s in run['seconds']):.2f}",
+                seconds,
                 f"{min(s for run in runs for s in run['seconds']):.2f}",
-                f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})",
+                ratio(seconds, first, ratios(result, format)),
                 f"{runs[0]['read'] / 1e6:,.0f}",
                 f"{runs[0]['read'] / runs[0]['frozen'] * 4:.2f}",
             ]
@@ -38,11 +40,11 @@ def fragments(result: Result) -> dict[str, str]:
             names = ("decode", "encode", "copy")
             median = {name: statistics.median(run["rates"][name] for run in runs) for name in names}
             speeds.append([f"`{format}`", *(f"{median[name]:.1f}" for name in names)])
-    first = result["runs"][FIRST][0]
+    as_is = result["runs"][FIRST][0]
     recipe = (
         f"GPT-2: hidden {args['hidden']}, {args['layers']} layers, vocabulary {args['vocab']}, sequence "
-        f"{args['sequence']}, batch {args['batch']}, bf16, AdamW; {first['frozen'] / 1e6:.0f} M frozen parameters and "
-        f"{first['trained'] / 1e6:.1f} M in adapters, every state on NVMe."
+        f"{args['sequence']}, batch {args['batch']}, bf16, AdamW; {as_is['frozen'] / 1e6:.0f} M frozen parameters and "
+        f"{as_is['trained'] / 1e6:.1f} M in adapters, every state on NVMe."
     )
     sizes = f"{args['rounds']} processes of {args['steps']} steps for each row."
     head = ["`infinity.frozen`", "step, s", "fastest, s", f"÷ `{FIRST}`", "MB read a step", "bits read per pass"]

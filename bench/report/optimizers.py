@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 
 from harness import Result
-from report.page import Report, setup, table
+from report.page import RATIOS, Report, ratio, setup, table
 
-LEGEND = """\
-Medians of all steps; ratios are medians of those within a round.
+LEGEND = f"""\
+Medians of all steps. {RATIOS}
 Bytes are those of a step for each parameter.
 A plain loop holds parameters, gradients and states in memory; torch's AdamW is that of both rows of AdamW."""
 _PLAIN = ": plain loop"
@@ -20,11 +20,10 @@ def loop_of(result: Result, kind: str) -> str:
     return own if own in result["runs"] else "AdamW, torch's step" + _PLAIN
 
 
-def ratio(result: Result, kind: str) -> float:
-    """Return the time of a step of `kind` over that of its plain loop."""
+def ratios(result: Result, kind: str) -> list[float]:
+    """Return each round's ratio of the time of a step of `kind` to that of its plain loop."""
     pairs = zip(result["runs"][kind], result["runs"][loop_of(result, kind)], strict=True)
-    medians = [[statistics.median(run["seconds"]) for run in pair] for pair in pairs]
-    return float(statistics.median(one / other for one, other in medians))
+    return [statistics.median(one["seconds"]) / statistics.median(other["seconds"]) for one, other in pairs]
 
 
 def engines(result: Result) -> list[str]:
@@ -35,15 +34,17 @@ def fragments(result: Result) -> dict[str, str]:
     args, rows = result["args"], []
     for kind in engines(result):
         runs, loops = result["runs"][kind], result["runs"][loop_of(result, kind)]
-        seconds, plain = (statistics.median(s for run in each for s in run["seconds"]) for each in (runs, loops))
+        seconds, plain = (
+            f"{statistics.median(s for run in each for s in run['seconds']):.2f}" for each in (runs, loops)
+        )
         read, written = (runs[0][name] / runs[0]["parameters"] for name in ("read", "written"))
         peaks = [max(run["peak_rss"] for run in each) / 1e9 for each in (runs, loops)]
         rows.append(
             [
                 kind,
-                f"{seconds:.2f}",
-                f"{plain:.2f}",
-                f"{ratio(result, kind):.2f}",
+                seconds,
+                plain,
+                ratio(seconds, plain, ratios(result, kind)),
                 f"{read:.1f} + {written:.1f}",
                 f"{peaks[0]:.2f}",
                 f"{peaks[1]:.2f}",
@@ -59,7 +60,7 @@ def fragments(result: Result) -> dict[str, str]:
 
 
 def figures(result: Result) -> dict[str, float]:
-    return {f"{kind} ÷ its plain loop": ratio(result, kind) for kind in engines(result)}
+    return {f"{kind} ÷ its plain loop": statistics.median(ratios(result, kind)) for kind in engines(result)}
 
 
 def parameters(result: Result) -> int:

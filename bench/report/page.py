@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import RESULTS, Result, replace_text
+from harness import RESULTS, Result, replace_text, spread
 
 FRAGMENT = re.compile(r"<!-- drawn: (?P<name>[\w-]+) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -116,6 +116,17 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     assert all(len(line) == len(header) for line in lines), "rows and header differ in length"
     first, *others = (f"| {' | '.join(line)} |" for line in lines)
     return "\n".join([first, "|" + "---|" * len(header), *others])
+
+
+RATIOS = """\
+Ratios are quotients of the table's figures.
+In brackets: the lowest and the highest ratio within a round; a quotient of medians over all rounds can lie outside."""
+
+
+def ratio(above: str, below: str, rounds: Iterable[float]) -> str:
+    """`2.32 (1.87 to 2.41)`: the quotient of two cells, as a reader computes it, and the range of single rounds."""
+    found = spread(rounds)
+    return f"{float(above) / float(below):.2f} ({found.low:.2f} to {found.high:.2f})"
 
 
 def setup(result: Result, *sentences: str) -> str:

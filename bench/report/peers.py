@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import Result, median_ratio, spread
+from harness import Result, spread
 from peers.contenders import PEERS
-from report.page import Report, setup, table
+from report.page import RATIOS, Report, ratio, setup, table
 from report.style import LABEL, MUTED, OURS, PEER, dress, new_figure, save
 
 
@@ -21,8 +21,8 @@ class Row:
     title: str
     reason: str = ""
     seconds: float = 0.0
-    ratio: float | None = None
-    """Median of the ratios to the plain loop within a round."""
+    ratio: str = ""
+    """To the plain loop, with the range within rounds."""
     peak_rss: float = 0.0
     read: float = 0.0
     written: float = 0.0
@@ -41,11 +41,13 @@ def row(result: Result, shape: str, name: str) -> Row:
     if reasons := [run["reason"] for run in runs if "reason" in run]:
         return Row(name, title, reasons[0])
     peers = result["runs"].get(f"{shape}, plain", [])
+    own, plain = (spread(second for run in each for second in run["steps"]).median for each in (runs, peers or runs))
+    rounds = [seconds(run) / seconds(peer) for run, peer in zip(runs, peers, strict=True)] if peers else []
     return Row(
         name,
         title,
-        seconds=spread(second for run in runs for second in run["steps"]).median,
-        ratio=median_ratio(map(seconds, runs), map(seconds, peers)) if peers else None,
+        seconds=own,
+        ratio=ratio(f"{own:.3g}", f"{plain:.3g}", rounds) if rounds else "",
         peak_rss=max(run["peak_rss"] for run in runs),
         read=spread(run["read"] for run in runs).median,
         written=spread(run["written"] for run in runs).median,
@@ -75,9 +77,8 @@ def shape_table(result: Result, name: str) -> str:
 def cells(one: Row) -> list[str]:
     if one.reason:
         return [one.title, f"did not run: `{one.reason}`", *[""] * 4]
-    ratio = f"{one.ratio:.2f}" if one.ratio is not None else ""
     moved = (f"{value / 1e6:.0f}" for value in (one.read, one.written))
-    return [one.title, f"{one.seconds:.3g}", ratio, f"{one.peak_rss / 1e9:.2f}", *moved]
+    return [one.title, f"{one.seconds:.3g}", one.ratio, f"{one.peak_rss / 1e9:.2f}", *moved]
 
 
 def recipe(result: Result) -> list[str]:
@@ -85,7 +86,8 @@ def recipe(result: Result) -> list[str]:
         "GPT-2 with an untied head, one process on the CPU, computing in bf16 with fp32 masters and moments; AdamW, no "
         "clipping.",
         f"Medians of {result['rounds']} processes of {result['steps']} steps each, after {result['warm_up']} that warm "
-        "up, the contenders in turns; ratios are medians of those within a round.",
+        "up, the contenders in turns.",
+        RATIOS,
         "Peak RSS: the largest of all processes, with Python, torch and the construction of the model.",
         "Bytes: the kernel's count for the process (`/proc/self/io`), from the fourth step on.",
         f"All losses agree within {result['apart']:.0e}.",

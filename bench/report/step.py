@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from harness import Result, median, median_ratio, spread
-from report.page import Report, setup, table
+from harness import Result, median, spread
+from report.page import RATIOS, Report, ratio, setup, table
 from report.style import MUTED, PEER, Bar, draw_bars, new_figure, save
 
 ROWS = {
     "infinity_seconds": "step, s",
     "plain_seconds": "plain in-memory loop, s",
-    "ratio_to_plain": "ratio to plain",
+    "plain": "ratio to plain",
     "bound_seconds": "bound, s",
-    "ratio_to_bound": "ratio to bound",
-    "ratio_to_drive": "ratio to bytes ÷ disk",
+    "bound": "ratio to bound",
+    "drive_seconds": "bytes ÷ disk, s",
+    "bytes ÷ disk": "ratio to bytes ÷ disk",
     "disk_gb_per_second": "disk, reads and writes together, GB/s",
     "wait_seconds": "compute waited for I/O, s",
     "update_seconds": "in Adam, overlapping compute, s",
@@ -25,7 +26,8 @@ ROWS = {
     "plain_peak_rss_gb": "peak RSS of plain, GB",
 }
 
-RATIOS = {"plain": "ratio_to_plain", "bound": "ratio_to_bound", "bytes ÷ disk": "ratio_to_drive"}
+TO = {"plain": "plain_seconds", "bound": "bound_seconds", "bytes ÷ disk": "drive_seconds"}
+"""Row of a ratio → the figure that it is a ratio to."""
 USUAL = 128
 """Tokens of a sequence with which the model computes for longer than the drive takes."""
 
@@ -45,32 +47,33 @@ def parameters(result: Result) -> int:
     return next(int(runs[0]["parameters"]) for runs in result["runs"].values() if "parameters" in runs[0])
 
 
-def columns(result: Result) -> dict[str, dict[str, float]]:
-    """The figures of ROWS by the title of the kind."""
+def kinds(result: Result) -> dict[str, str]:
+    """Titles of what the engine ran → kinds of runs."""
     found = {}
-    for kind, ours in result["runs"].items():
+    for kind in result["runs"]:
         moments, _, clip = kind.partition(", clip ")
         if moments not in ("plain", "disk"):
-            title = f"{moments} moments" + (f", clipping {clip}" if clip != "0" else "")
-            found[title] = column(result, ours, clip)
+            found[f"{moments} moments" + (f", clipping {clip}" if clip != "0" else "")] = kind
     return found
+
+
+def columns(result: Result) -> dict[str, dict[str, float]]:
+    """The figures of ROWS, without its ratios, by the title of the kind."""
+    return {
+        title: column(result, result["runs"][kind], kind.partition(", clip ")[2])
+        for title, kind in kinds(result).items()
+    }
 
 
 def column(result: Result, ours: list[dict[str, Any]], clip: str) -> dict[str, float]:
     plain = result["runs"][f"plain, clip {clip}"]
     read, written = ours[0]["read"], ours[0]["written"]
-    drives = [(read + written) / disk_rate(result, run) for run in ours]
-    # With clipping no unit is updated before the last gradient is there: backward hides nothing of the update.
-    hidden = over_steps(plain, "backward") if clip != "0" else 0.0
-    each = [over_steps([run], "seconds") for run in ours]
-    seconds, base = over_steps(ours, "seconds"), over_steps(plain, "seconds")
+    drives, hidden = drive_times(result, ours), not_hidden(plain, clip)
     return {
-        "infinity_seconds": seconds,
-        "plain_seconds": base,
-        "ratio_to_plain": median_ratio(each, (over_steps([run], "seconds") for run in plain)),
+        "infinity_seconds": over_steps(ours, "seconds"),
+        "plain_seconds": over_steps(plain, "seconds"),
         "bound_seconds": spread(drives).median + hidden,
-        "ratio_to_bound": spread(own / (drive + hidden) for own, drive in zip(each, drives, strict=True)).median,
-        "ratio_to_drive": spread(own / drive for own, drive in zip(each, drives, strict=True)).median,
+        "drive_seconds": spread(drives).median,
         "disk_gb_per_second": spread(disk_rate(result, run) for run in ours).median / 1e9,
         "wait_seconds": over_steps(ours, "wait"),
         "update_seconds": over_steps(ours, "update"),
@@ -78,6 +81,28 @@ def column(result: Result, ours: list[dict[str, Any]], clip: str) -> dict[str, f
         "written_bytes_per_parameter": written / parameters(result),
         "peak_rss_gb": max(run["peak_rss"] for run in ours) / 1e9,
         "plain_peak_rss_gb": max(run["peak_rss"] for run in plain) / 1e9,
+    }
+
+
+def drive_times(result: Result, ours: list[dict[str, Any]]) -> list[float]:
+    """Return the bytes of a step over the drive's rate of each round."""
+    return [(ours[0]["read"] + ours[0]["written"]) / disk_rate(result, run) for run in ours]
+
+
+def not_hidden(plain: list[dict[str, Any]], clip: str) -> float:
+    """Seconds of backward, if it hides nothing of the update: no unit is updated before the last gradient arrives."""
+    return over_steps(plain, "backward") if clip != "0" else 0.0
+
+
+def within_rounds(result: Result, kind: str) -> dict[str, list[float]]:
+    """Return the ratios of each round, by the rows in `TO`."""
+    ours, clip = result["runs"][kind], kind.partition(", clip ")[2]
+    plain = result["runs"][f"plain, clip {clip}"]
+    drives, hidden = drive_times(result, ours), not_hidden(plain, clip)
+    others = [[over_steps([run], "seconds") for run in plain], [drive + hidden for drive in drives], drives]
+    each = [over_steps([run], "seconds") for run in ours]
+    return {
+        name: [own / one for own, one in zip(each, other, strict=True)] for name, other in zip(TO, others, strict=True)
     }
 
 
@@ -114,15 +139,29 @@ def recipe(args: dict[str, Any]) -> list[str]:
 
 def figures_table(result: Result) -> str:
     found = columns(result)
-    rows = [[text, *(f"{one[key]:.2f}" for one in found.values())] for key, text in ROWS.items()]
+    rounds = [within_rounds(result, kind) for kind in kinds(result).values()]
+    rows = [
+        [text, *(cell(key, one, each) for one, each in zip(found.values(), rounds, strict=True))]
+        for key, text in ROWS.items()
+    ]
     around = all("rates" in run for kind, runs in result["runs"].items() if "plain" not in kind for run in runs)
     measured = "before and after the steps of each process" if around else "once a round"
     legend = (
         f"Bound: the bytes of a step ÷ the disk's rate, measured {measured}; with clipping, plus the plain loop's "
         "backward.\n"
-        "Times are medians of all steps. Ratios are medians over processes; those to plain are taken within a round."
+        f"Times are medians of all steps.\n{RATIOS}"
     )
     return f"{legend}\n\n{table(['', *found], rows)}"
+
+
+def cell(key: str, one: dict[str, float], rounds: dict[str, list[float]]) -> str:
+    if key in TO:
+        return ratio(number(one["infinity_seconds"]), number(one[TO[key]]), rounds[key])
+    return number(one[key])
+
+
+def number(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
 
 
 def figures(result: Result) -> dict[str, float]:
@@ -130,9 +169,9 @@ def figures(result: Result) -> dict[str, float]:
     prefix = f"host memory {budget}, " if (budget := budget_of(result)) else ""
     if args.get("sequence", USUAL) < USUAL:
         prefix += f"batch {args['batch']}, sequence {args['sequence']}, "
-    for name, one in columns(result).items():
-        for title, key in RATIOS.items():
-            found[f"{prefix}{name} ÷ {title}"] = one[key]
+    for name, kind in kinds(result).items():
+        for title, ratios in within_rounds(result, kind).items():
+            found[f"{prefix}{name} ÷ {title}"] = spread(ratios).median
     return found
 
 
@@ -152,7 +191,7 @@ def plot(result: Result, path: Path) -> None:
         times.append(Bar(name, plain["plain_seconds"], f"{plain['plain_seconds']:.2f}", PEER))
         peaks.append(Bar(name, plain["plain_peak_rss_gb"], f"{plain['plain_peak_rss_gb']:.2f}", PEER))
         for name, one in chosen.items():
-            label = f"{one['infinity_seconds']:.2f}, {one['ratio_to_plain']:.2f} × plain"
+            label = f"{one['infinity_seconds']:.2f}, {one['infinity_seconds'] / one['plain_seconds']:.2f} × plain"
             times.append(Bar(f"Infinity, {name}", one["infinity_seconds"], label, bound=one["bound_seconds"]))
             peaks.append(Bar(name, one["peak_rss_gb"], f"{one['peak_rss_gb']:.2f}"))
     height = 0.36 * len(times) + 1.6

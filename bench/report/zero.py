@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from harness import Result, grouped, median, median_ratio
-from report.page import Report, setup, table
+from harness import Result, grouped, median, spread
+from report.page import RATIOS, Report, ratio, setup, table
 from report.style import MUTED, OURS, PEER, Bar, draw_bars, new_figure, save
 from zero_contenders import CONTENDERS, Contender
 
@@ -62,7 +62,8 @@ def rows(result: Result) -> list[Row]:
             "issued": issued,
         }
         if peer := samples.get((contender.against,)):
-            row["ratio"] = median_ratio((s["seconds"] for s in mine), (s["seconds"] for s in peer))
+            row["ratios"] = [s["seconds"] / other["seconds"] for s, other in zip(mine, peer, strict=True)]
+            row["peer_seconds"] = median(peer, "seconds")
             row["against"] = contender.against
         found.append(row)
     return found
@@ -72,7 +73,10 @@ def rows(result: Result) -> list[Row]:
 
 
 def beside(row: Row) -> str:
-    return f"**{row['ratio']:.2f}** × {CONTENDERS[row['against']].title}" if "ratio" in row else ""
+    if "ratios" not in row:
+        return ""
+    of, _, span = ratio(f"{row['seconds'] * 1e3:.0f}", f"{row['peer_seconds'] * 1e3:.0f}", row["ratios"]).partition(" ")
+    return f"**{of}** {span} × {CONTENDERS[row['against']].title}"
 
 
 def steps_table(found: list[Row]) -> str:
@@ -105,8 +109,8 @@ def recipe(result: Result) -> list[str]:
         f"GPT-2: hidden {args['hidden']}, {args['layers']} layers, {args['heads']} heads, vocabulary {args['vocab']}, "
         f"sequence {args['sequence']}, batch {args['batch']} a rank; AdamW; gloo over the loopback device; "
         f"{result['threads']} of torch's threads a rank.",
-        f"Medians of {args['rounds']} rounds of {args['steps']} steps, interleaved; ratios are medians of the ratios "
-        "within a round.",
+        f"Medians of {args['rounds']} rounds of {args['steps']} steps, interleaved.",
+        RATIOS,
         f"All losses agree within {result['apart']:.0e}.",
     ]
 
@@ -127,7 +131,9 @@ def fragments(result: Result) -> dict[str, str]:
 
 
 def figures(result: Result) -> dict[str, float]:
-    return {f"{row['name']} ÷ {row['against']}": row["ratio"] for row in rows(result) if "ratio" in row}
+    return {
+        f"{row['name']} ÷ {row['against']}": spread(row["ratios"]).median for row in rows(result) if "ratios" in row
+    }
 
 
 # -- the plot ----------------------------------------------------------------------------------------------------------
@@ -151,9 +157,9 @@ def plot(result: Result, path: Path) -> None:
 def time_bar(row: Row) -> Bar:
     milliseconds = row["seconds"] * 1e3
     label = f"{milliseconds:.0f} ms"
-    if "ratio" in row:
+    if "ratios" in row:
         peer = CONTENDERS[row["against"]].title.split(",")[0].replace("DistributedDataParallel", "DDP")
-        label += f", {row['ratio']:.2f} × {peer}"
+        label += f", {row['seconds'] / row['peer_seconds']:.2f} × {peer}"
     return Bar(row["title"], milliseconds, label, colour(row))
 
 
