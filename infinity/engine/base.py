@@ -18,6 +18,7 @@ from infinity.checkpoint.format import Progress, aliases_of_buffers, persistent_
 from infinity.comm.agreement.announcements import Announcement, Operation
 from infinity.comm.communicator import Communicator
 from infinity.engine.describe import describe
+from infinity.engine.input_dtypes import InputDtypes
 from infinity.engine.parts import EngineParts
 from infinity.engine.precision import ForwardPrecision, cast_buffers
 from infinity.engine.restore import end_collected, restoring
@@ -74,6 +75,7 @@ class BaseEngine(ABC):
         self._process = os.getpid()
         cast_buffers(self.module, config)
         self._precision = ForwardPrecision.of(config, parts.device.torch_device, dtype)
+        self._input_dtypes = InputDtypes.of(config, dtype)
         self._hooks = ModelHooks(self.module, parts.units_of_module, parts.runner, parts.coming, self)
         open_engines.add(self)
         show_by_default()
@@ -94,7 +96,8 @@ class BaseEngine(ABC):
 
     def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function to call in place of `call`, a forward of the root."""
-        return call if self._precision is None else self._precision.around(call)
+        run = call if self._precision is None else self._precision.around(call)
+        return run if self._input_dtypes is None else self._input_dtypes.around(run)
 
     def _conclude_backward(self) -> None:
         """Discard a backward that an exception cut short. Call outside of any backward."""
