@@ -103,6 +103,16 @@ def check_scalar(loss: Any, error: type[UsageError] = UsageError, call: str = "b
     )
 
 
+def warn_of_sums(accumulation: int) -> None:
+    """Log that a plain backward sums where `engine.backward` averages. accumulation: micro-batches of a step."""
+    logger.warning(
+        "loss.backward() sums the gradients of a step's %d micro-batches, as in PyTorch; engine.backward(loss) "
+        "averages them. To average, call engine.backward(loss). If the loss is divided already, or the sum is meant, "
+        "call engine.backward(loss, scale_wrt_gas=False): the same gradients, without this warning.",
+        accumulation,
+    )
+
+
 _CHUNK = 1 << 20
 """Elements of a tensor that are in host memory at a time."""
 _CHUNKS = 32

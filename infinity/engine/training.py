@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from infinity.comm.agreement.announcements import Operation
 from infinity.comm.groups import Group
 from infinity.engine.checkpointing import CheckpointingEngine
-from infinity.engine.loss_check import FirstBatches, LossCheck, LossReader, check_scalar
+from infinity.engine.loss_check import FirstBatches, LossCheck, LossReader, check_scalar, warn_of_sums
 from infinity.engine.optimizer.loss_scale import GradNorm, LossScale
 from infinity.engine.optimizer.tier_states import TierStates
 from infinity.engine.optimizer.unit_optimizer import (
@@ -114,6 +114,7 @@ class TrainingEngine(CheckpointingEngine):
         """Number of steps, included in `global_steps`, that were skipped because their gradients overflowed (fp16)."""
         self._grad_norm = GradNorm()
         self._first_batches = FirstBatches(ranks)
+        self._warns_of_sums = ranks.is_main_rank and self.batch.accumulation > 1
         self._loss = torch.tensor(math.nan)
         self._loss_reader = None if seam.host_addressable else LossReader(seam)
         assert parts.training is not None
@@ -263,11 +264,15 @@ class TrainingEngine(CheckpointingEngine):
         """Return `loss` × the fp16 loss scale / gradient_accumulation_steps, for loops that call `backward()`
         themselves. `engine.scale(loss).backward()` produces the same gradients as `engine.backward(loss)`.
 
-        Without it a plain `loss.backward()` sums the gradients of micro-batches, as in PyTorch. fp16 requires it:
-        `step` raises UsageError for gradients that lack the loss scale. To sum in fp16, pass
-        `loss * gradient_accumulation_steps`.
+        Without it a plain `loss.backward()` sums the gradients of micro-batches, as in PyTorch. The first one logs a
+        warning; `engine.backward(loss, scale_wrt_gas=False)` sums without it. fp16 requires the scale: `step` raises
+        UsageError for gradients that lack it. To sum in fp16, pass `loss * gradient_accumulation_steps`.
         """
         return self._scaled(loss, self.batch.accumulation)
+
+    def expect_divided_losses(self) -> None:
+        """Log no warning that `loss.backward()` sums, for front ends that divide the losses of micro-batches."""
+        self._warns_of_sums = False
 
     def _scaled(self, loss: torch.Tensor, accumulation: int) -> torch.Tensor:
         scale = self.loss_scale.value
@@ -620,6 +625,10 @@ class TrainingEngine(CheckpointingEngine):
         self._reports.end(Phase.BACKWARD)
         if self._step.averages_plain:  # infinity.deepspeed, which refuses an unscaled loss at once, as DeepSpeed does
             self._check_scaled()
+        elif self._step.unscaled and self._warns_of_sums:
+            self._warns_of_sums = False
+            if self.loss_scale.value == 1.0:  # else `step` refuses these gradients
+                warn_of_sums(self.batch.accumulation)
 
     def _conclude_backward(self) -> None:
         """Drop the gradients of a backward that an exception cut short, and those accumulated before it."""

@@ -139,6 +139,8 @@ class InfinityStrategy(DDPStrategy):  # type: ignore[misc]
             self._precision.clipping = config.gradient_clipping
             self.engine, optimizer, _, _ = initialize(module, config, optimizer=clients[0])
             self.optimizers = [optimizer]
+            if module.automatic_optimization:
+                self.engine.expect_divided_losses()  # by the Trainer, in `ClosureResult`
         dtypes = {p.dtype for p in module.parameters()} & {torch.bfloat16, torch.float16}
         self._precision.dtype = next(iter(dtypes), None)
 

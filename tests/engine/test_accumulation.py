@@ -59,6 +59,48 @@ def test_a_loss_that_is_divided_already(update: str, tmp_path: Path) -> None:
         assert_close(Result(losses, parameters_of(engine)), plainly([2, 2, 2], 2))
 
 
+@pytest.mark.parametrize(
+    ("accumulation", "how", "lines"),
+    [
+        (2, "plain", 1),
+        (2, "divided already", 0),
+        (2, "scaled", 0),
+        (2, "averaged", 0),
+        (2, "front end", 0),
+        (2, "deepspeed", 0),
+        (1, "plain", 0),
+    ],
+)
+def test_plain_backwards_log_once_that_they_sum(
+    accumulation: int, how: str, lines: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A plain `loss.backward()` logs one line in all steps, which names the call that sums without it."""
+    with open_engine(seeded(Stack), engine_config(folder=tmp_path, accumulation=accumulation)) as engine:
+        if how == "front end":
+            engine.expect_divided_losses()
+        engine.parts.schedule.step.averages_plain = how == "deepspeed"  # as `infinity.deepspeed` sets it
+        for batch in BATCHES[:4]:
+            loss = engine(*batch)
+            if how == "divided already":
+                engine.backward(loss / 2, scale_wrt_gas=False)
+            elif how == "averaged":
+                engine.backward(loss)
+            else:
+                (engine.scale(loss) if how == "scaled" else loss).backward()
+            engine.step()
+    found = [text for text in caplog.messages if "sums the gradients of a step's 2 micro-batches" in text]
+    assert len(found) == lines
+    assert all("engine.backward(loss, scale_wrt_gas=False)" in text for text in found)
+
+
+def test_train_batch_logs_no_line_about_sums(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whole steps average, in both orders."""
+    with open_engine(seeded(Stack), engine_config(folder=tmp_path, accumulation=2)) as engine:
+        engine.train_batch(iter(BATCHES))
+        engine.train_batch(iter(BATCHES[2:]), blocks=list(engine.module.blocks))
+    assert not [text for text in caplog.messages if "sums the gradients" in text]
+
+
 @UPDATES
 def test_a_retained_graph(update: str, tmp_path: Path) -> None:
     """A second backward of the same loss adds its gradients again."""

@@ -40,12 +40,15 @@ def _own_environment() -> Iterator[None]:
     ],
     ids=["plain", "accumulation and a scheduler", "clipping", "manual"],
 )
-def test_trains_as_with_its_own_strategy(options: dict[str, Any], kind: dict[str, Any], tmp_path: Path) -> None:
-    """Losses and parameters; 12 micro-batches an epoch are two steps of 5 and one of 2."""
+def test_trains_as_with_its_own_strategy(
+    options: dict[str, Any], kind: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Losses and parameters; 12 micro-batches an epoch are two steps of 5 and one of 2, whose losses it divides."""
     plain = module(**kind)
     trainer(tmp_path, **options).fit(plain, loader(), loader())
     ours = module(**kind)
     trainer(tmp_path, InfinityStrategy(config(tmp_path)), **options).fit(ours, loader(), loader())
+    assert not [text for text in caplog.messages if "sums the gradients" in text]
     assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
     assert ours.held_out == pytest.approx(plain.held_out, rel=1e-5)
     assert ours.losses[-1] < ours.losses[0] / 2
