@@ -27,6 +27,7 @@ from rich.table import Table
 from infinity.errors import ConfigError, InfinityError
 from infinity.inputs import replacing
 from infinity.sizes import format_size, parse_size
+from infinity.tiers.space import IN_MEMORY
 
 USAGE, FAILED, INTERRUPTED = 2, 1, 130
 """Exit codes."""
@@ -190,10 +191,6 @@ def check_range(option: str, value: float, least: float, most: float) -> None:
 def check_one_of(option: str, value: str, known: Sequence[str]) -> None:
     if value not in known:
         fail(f"{option} must be one of {', '.join(known)}, not {value!r}", USAGE)
-
-
-IN_MEMORY = ("tmpfs", "ramfs")
-"""Types of file systems whose files are in memory. Newer kernels accept `O_DIRECT` there, too."""
 
 
 def check_folders(paths: Sequence[Path]) -> None:

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from infinity import __version__
-from infinity.cli.console import IN_MEMORY, file_system, printable
+from infinity.cli.console import file_system, printable
 from infinity.errors import InfinityError, StorageError
 from infinity.sizes import format_size, show_bytes
+from infinity.tiers.space import IN_MEMORY
 
 Facts = dict[str, dict[str, Any]]
 """Section → name → value, of JSON types. A failed section, or a failed value, is a dict with the key "error"."""

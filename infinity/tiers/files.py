@@ -25,12 +25,14 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from infinity.errors import StorageError
 from infinity.native import _aio
+from infinity.observe.log import logger
 from infinity.plan.io import LARGEST_CHUNK, Stripe
-from infinity.tiers.space import FULL, Range, check_named, file_system_of, names, punch, require, reserve
+from infinity.tiers.space import FULL, IN_MEMORY, Range, check_named, file_system_of, names, punch, require, reserve
 
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errno.ENOSYS}
 
@@ -252,6 +254,24 @@ def check_folder(folder: Path, key: str = "nvme_path") -> None:
         raise StorageError(f"{folder}: {error.strerror}; name another folder ({key})") from error
     if not folder.is_dir():
         raise StorageError(f"{folder} is not a folder; name one ({key})")
+
+
+def warn_of_memory(folders: Sequence[Path]) -> None:
+    """Log a warning for each folder whose files are in memory, once in a process."""
+    for folder in folders:
+        kind = file_system_of(folder)
+        if kind in IN_MEMORY:
+            _warn_of_memory(folder, kind)
+
+
+@cache
+def _warn_of_memory(folder: Path, kind: str) -> None:
+    logger.warning(
+        "%s is on %s, which is memory: states there take host memory and save none. Name a folder on a local drive "
+        "(nvme_path), such as one on ext4 or xfs.",
+        folder,
+        kind,
+    )
 
 
 def _by_file_system(folders: Sequence[Path], sizes: Sequence[int]) -> list[tuple[list[Path], int]]:

@@ -15,6 +15,8 @@ from pathlib import Path
 from infinity.errors import OutOfSpaceError, StorageError
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
+IN_MEMORY = ("tmpfs", "ramfs")
+"""Types of file systems whose files are in memory. Newer kernels accept `O_DIRECT` there, too."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,9 @@ def punch(part: Range) -> bool:
 
 def file_system_of(folder: Path) -> str:
     """Return the type of the file system of `folder`, such as "ext4"."""
-    device = os.stat(folder).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
+        device = os.stat(folder).st_dev
+        wanted = f"{os.major(device)}:{os.minor(device)}"
         with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as table:
             for line in table:
                 fields = line.split()
