@@ -20,6 +20,7 @@ from infinity.plan.io import ActivationPlan
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
 from infinity.tier_kind import TierKind
+from infinity.tiers.available import available_memory
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableFiles
@@ -60,6 +61,10 @@ class Platform:
             else:
                 saved = replace(saved, io=striped_by_speed(own, ranks.local_size))
         return replace(plan, io=io, activations=saved)
+
+    def available(self, device: Device) -> dict[TierKind, int] | None:
+        """Return the bytes of memory that a plan may take; None: as many as it needs."""
+        return {TierKind.HOST: available_memory(), TierKind.DEVICE: device.available_bytes()}
 
     def open_run(self, plan: Plan, config: Config, ranks: Communicator) -> DurableRun | None:
         """Open the folder of durable states; None if the plan has none."""

@@ -20,7 +20,7 @@ from infinity.comm.agreement.comparison import groups_in_common, in_common
 from infinity.comm.communicator import Communicator
 from infinity.comm.dtensor import TensorParallelMesh
 from infinity.durable.run import DurableRun
-from infinity.engine.budget import budget_of, plan_units
+from infinity.engine.budget import budget_of, check_memory, plan_units
 from infinity.engine.durable import DurableSteps
 from infinity.engine.parts import EngineParts, UpdateParts, close_memory
 from infinity.engine.platform import MACHINE, Platform
@@ -42,6 +42,7 @@ from infinity.plan.budget import Budget
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.plan.policy import compute_dtype
+from infinity.plan.remedy import Replan
 from infinity.schedule.schedule import Schedule
 from infinity.schedule.step import Step
 from infinity.tier_kind import TierKind
@@ -67,11 +68,16 @@ _PARTITIONED = "activation_checkpointing.partition_activations"
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model's plan, its units, and the properties that ranks compare (`comm.agreement.comparison.in_common`)."""
+    """A model's plan, its units, and the properties that ranks compare (`comm.agreement.comparison.in_common`).
+
+    replan: plans the model again, with another config and budget.
+    """
 
     plan: Plan
     units: ModelUnits
     common: tuple[str, ...]
+    budget: Budget
+    replan: Replan
 
 
 def plan_model(
@@ -118,18 +124,14 @@ def plan_model(
     info = device.info
     info = replace(info, limit=config.infinity.memory.device or 0, updates=platform.kernels.is_exact(info.type))
     budget = budget_of(config, ranks, computes_on_host=info.type == "cpu", train=train)
-    units, plan = plan_units(
-        model,
-        config,
-        groups,
-        ranks.info,
-        info,
-        budget,
-        rules=rules,
-        train=train,
-        dtype=dtype,
-        copies=ranks.model.copies,
-    )
+
+    def planned(config: Config, budget: Budget) -> tuple[ModelUnits, Plan]:
+        copies = ranks.model.copies
+        return plan_units(
+            model, config, groups, ranks.info, info, budget, rules=rules, train=train, dtype=dtype, copies=copies
+        )
+
+    units, plan = planned(config, budget)
     check_tiles(model, plan.units, plan.policy.states if train else None)
     common = in_common(config, plan.units, model)
     if train:
@@ -142,7 +144,7 @@ def plan_model(
         common.append(f"infinity.memory places {', '.join(held)}")
     # Ranks on devices of different sizes would evict different units.
     common.append(f"infinity.prefetch_bytes gives {plan.prefetch_bytes} bytes, {plan.buffers(sizes.UNITS)} buffers")
-    return PlannedModel(plan, units, tuple(common))
+    return PlannedModel(plan, units, tuple(common), budget, lambda *changed: planned(*changed)[1])
 
 
 def assemble(
@@ -164,6 +166,9 @@ def assemble(
     platform.prepare(model)
     ranks.check_consistent(planned.common)
     ranks.set_layouts(plan.units)
+    available = platform.available(device)
+    if available is not None:
+        check_memory(config, plan, planned.budget, planned.replan, available)
     if plan.device.limit:
         device.limit(plan.device.limit)
     tiers: dict[TierKind, Tier] = {}

@@ -1,4 +1,4 @@
-"""Memory that a plan exceeds or leaves, and the change that helps most. Pure."""
+"""Memory that a plan exceeds or leaves. `infinity.plan.remedy` finds the change with which it fits. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from infinity.plan.placement import State, aligned
+from infinity.plan.placement import aligned
 from infinity.plan.plan import Plan
 from infinity.plan.pools import ACTIVATIONS, COLLECTIVES, GRADIENT_TILES, READ_AHEAD, STAGING, TILES, UNITS
 from infinity.sizes import show_bytes
@@ -26,17 +26,18 @@ _FRAGMENTS = 16
 """Divisor of the bytes that steps leave: this part stays free, since an allocator's free memory is in fragments."""
 
 
-class Exceeded(NamedTuple):
-    """A limit of `infinity.memory` that a rank's plan exceeds: bytes needed, bytes allowed, and a fix."""
+class Shortage(NamedTuple):
+    """Memory of a rank that a plan exceeds: bytes needed and available."""
 
     tier: TierKind
-    kind: str
+    name: str
     needed: int
-    limit: int
-    fix: str
+    available: int
+    key: str = ""
+    """The key of the config that sets the limit; empty: the machine does."""
 
 
-def exceeded(plan: Plan) -> Iterator[Exceeded]:
+def exceeded(plan: Plan) -> Iterator[Shortage]:
     """Yield the limits of `infinity.memory` that the plan exceeds."""
     needed = plan.peak_nbytes()
     limits = (
@@ -46,26 +47,24 @@ def exceeded(plan: Plan) -> Iterator[Exceeded]:
     )
     for tier, kind, nbytes, limit in limits:
         if limit is not None and nbytes > limit:
-            fix = (tier.on_device and _smaller_budget(plan, tier)) or _fix(plan, tier)
-            yield Exceeded(tier, kind, nbytes, limit, f"raise infinity.memory.{tier}, or {fix}")
+            key = f"infinity.memory.{tier}"
+            yield Shortage(tier, f"{tier} {kind} ({key})", nbytes, limit, key)
 
 
-def shortage(plan: Plan, available: Mapping[TierKind, int]) -> tuple[str, int, int, str] | None:
-    """Return (memory, bytes needed, bytes available, fix) of the first memory that the plan exceeds; None if it fits.
+def shortage(plan: Plan, available: Mapping[TierKind, int]) -> Shortage | None:
+    """Return the first memory that the plan exceeds; None if it fits.
 
     available: bytes of the host's memory and, unless the host computes, of the device's.
     """
-    over = next(exceeded(plan), None)
-    if over is not None:
-        return f"{over.tier} {over.kind} (infinity.memory.{over.tier})", over.needed, over.limit, over.fix
     needed = {TierKind.HOST: plan.peak_of_host()}
     if not plan.in_host_memory(TierKind.DEVICE):
         needed[TierKind.DEVICE] = plan.peak_nbytes()[TierKind.DEVICE]
-    for tier, nbytes in needed.items():
-        if nbytes > available.get(tier, 0):
-            fix = _smaller_budget(plan, tier) or _fix(plan, tier)
-            return f"{tier} memory", nbytes, available.get(tier, 0), fix
-    return None
+    lacking = (
+        Shortage(tier, f"{tier} memory", nbytes, available.get(tier, 0))
+        for tier, nbytes in needed.items()
+        if nbytes > available.get(tier, 0)
+    )
+    return next(exceeded(plan), None) or next(lacking, None)
 
 
 def spare(plan: Plan, unused: int) -> str:
@@ -86,57 +85,6 @@ def spare(plan: Plan, unused: int) -> str:
         f"{show_bytes(unused)} unused. To keep more states there, set infinity.memory.device_states to "
         f"{held + unused - unused // _FRAGMENTS}"
     )
-
-
-def _smaller_budget(plan: Plan, tier: TierKind) -> str:
-    """Return the fix that lowers the bytes that a budget holds in `tier`; empty if it holds none."""
-    extents = plan.placement.extents.items()
-    if all(plan.policy.tier_of(state) == tier for (_, state), extent in extents if extent.tier == tier):
-        return ""
-    if tier.on_device and plan.budget.device_optimizer:
-        return "lower infinity.memory.device_optimizer (in DeepSpeed's keys: raise offload_optimizer.ratio)"
-    if tier.on_device and plan.budget.device_states is not None:
-        return "lower infinity.memory.device_states"
-    if not tier.in_host_memory:
-        return ""
-    if plan.budget.host is not None:
-        return "lower infinity.memory.host"
-    return "lower infinity.memory.host_params (in DeepSpeed's keys: offload_param.max_in_cpu)"
-
-
-def _fix(plan: Plan, tier: TierKind) -> str:
-    """Return the fix that lowers the bytes in `tier`: of its extents, or of its pools if they are larger."""
-    if not tier.in_memory:
-        return 'use fewer bytes per parameter (bf16, or infinity.moments "8bit"), or more ranks'
-    tiers = [each for each in TierKind if each is tier or (tier.in_host_memory and plan.in_host_memory(each))]
-    extents = sum(held.get(name, 0) for held in (plan.placement.nbytes, plan.passing) for name in tiers)
-    pools = sum(pool.nbytes for pool in plan.pools if pool.tier in tiers)
-    movable = any(plan.policy.tier_of(state) in tiers for state in (State.PARAM, State.OPTIM))
-    if plan.policy.resident or (movable and extents >= pools):
-        devices = "nvme" if tier.in_host_memory else "cpu or nvme"
-        return f"give offload_param or offload_optimizer the device {devices} (zero_optimization), or use more ranks"
-    fix = smaller_buffers(plan, tiers)
-    if not fix:
-        return "use a smaller model, or more ranks"
-    largest = max(plan.units, key=lambda layout: layout.nbytes)
-    slot = max(largest.slots, key=lambda slot: slot.numel)
-    if len(slot.shape) != 2 or 2 * slot.numel < largest.numel:
-        return fix
-    return (
-        f"{fix}. The largest parameter is {slot.name} ({show_bytes(slot.numel * largest.dtype.itemsize)}). If it is an "
-        "nn.Linear's, split it with infinity.nn.tile, and set infinity.unit_size to no more than a tile"
-    )
-
-
-def smaller_buffers(plan: Plan, tiers: Sequence[TierKind]) -> str:
-    """Return the keys to lower for smaller buffers in `tiers`, with the bytes of a rank; empty: there are none."""
-    keys = keys_of_buffers(plan, tiers)
-    if not keys:
-        return ""
-    (first, nbytes), *others = keys
-    changes = [f"{first} (its buffers take {show_bytes(nbytes)})"]
-    changes += [f"{name} ({show_bytes(nbytes)})" for name, nbytes in others]
-    return f"lower {' or '.join([', '.join(changes[:-1]), changes[-1]] if others else changes)}"
 
 
 def keys_of_buffers(plan: Plan, tiers: Sequence[TierKind]) -> list[tuple[str, int]]:

@@ -21,6 +21,7 @@ from infinity.sim.clock import FOREGROUND, Clock, Record, lane_of
 from infinity.sim.lanes import Stream
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.digests import Fingerprint
+from infinity.tiers.headroom import Headroom
 from infinity.tiers.transfer import DONE, Fingerprinted, Transfer
 from infinity.units.compiled import outside_modes
 
@@ -175,6 +176,9 @@ class SimulatedDevice(Device):
 
     def poison(self, buffer: torch.Tensor) -> None:
         """Released buffers hold nothing."""
+
+    def headroom(self, uses: int) -> Headroom:
+        return Headroom(0)  # no memory is taken
 
     def available_bytes(self) -> int:
         return self._facts.nbytes

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.engine.budget import host_share
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
-from infinity.plan.shortage import Exceeded, exceeded, smaller_buffers
+from infinity.plan.remedy import Trial, needed
+from infinity.plan.shortage import Shortage, exceeded
 from infinity.sim.machine import Machine
 from infinity.sizes import show_bytes
 from infinity.tier_kind import TierKind
@@ -29,7 +30,9 @@ class Needs:
     """Tier → bytes of gradients, counted in `tiers` and `peak`, that are stored only in the first steps and in steps
     that depart from the trace."""
     available: Mapping[TierKind, int]
-    exceeded: Sequence[Exceeded] = ()
+    ranks: int = 1
+    """Ranks of a node."""
+    exceeded: Sequence[Shortage] = ()
     """Limits of `infinity.memory` that the plan of a rank exceeds, at which the engine would not start."""
 
     @property
@@ -78,19 +81,23 @@ def needs_of(plan: Plan, machine: Machine, *, activations: Mapping[TierKind, int
         TierKind.HOST: machine.host_memory,
         TierKind.NVME: machine.nvme,
     }
-    return Needs(tiers, peak, passing, available, tuple(exceeded(plan)))
+    return Needs(tiers, peak, passing, available, ranks, tuple(exceeded(plan)))
 
 
 @dataclass(frozen=True)
 class Savings:
-    """Changes of activations that are left to make."""
+    """Changes that are left to make."""
 
     checkpoint: bool
     """The model can recompute activations, and does not."""
     smaller_batch: bool
     """A micro-batch has several sequences."""
-    moved: Mapping[TierKind, int]
+    activations: Mapping[TierKind, int]
     """Tier → bytes of a node that `infinity.activations.device` `"nvme"` frees there."""
+    remedy: Callable[[Shortage], str]
+    """Limit of `infinity.memory` that is exceeded → a change with which the plan fits it."""
+    planned: Callable[[Shortage], Sequence[Trial]]
+    """Memory of a rank that is lacking → changes of states and buffers, the best first."""
 
 
 def advice(plan: Plan, needs: Needs, savings: Savings) -> Iterator[str]:
@@ -98,10 +105,11 @@ def advice(plan: Plan, needs: Needs, savings: Savings) -> Iterator[str]:
     with which the plan would fit.
     """
     for over in needs.exceeded:
-        yield f"infinity.memory.{over.tier} is {show_bytes(over.needed - over.limit)} a rank too small: {over.fix}"
+        lacking = show_bytes(over.needed - over.available)
+        yield f"{over.key} is {lacking} a rank too small: {savings.remedy(over)}"
     for tier in needs.lacking:
         missing = -needs.spare(tier)
-        changes = _changes(plan, needs, tier, savings)
+        changes = _changes(plan, needs, tier, savings, missing)
         freed = sum(nbytes for nbytes, _ in changes)
         more = f". This frees at most {show_bytes(freed)}: use a smaller model or more nodes" if freed < missing else ""
         yield f"{memory_name(tier)} is {show_bytes(missing)} too small: {', and '.join(enough(changes, missing))}{more}"
@@ -132,27 +140,20 @@ def enough(changes: list[tuple[int, str]], missing: int) -> list[str]:
     return chosen or [changes[-1][1]]
 
 
-def _changes(plan: Plan, needs: Needs, tier: TierKind, savings: Savings) -> list[tuple[int, str]]:
-    """Return (the most bytes that it frees, change), the smallest change first."""
-    held = needs.tiers[tier]
-    states = held["params"] + held["gradients"] + held["optimizer"]
+def _changes(plan: Plan, needs: Needs, tier: TierKind, savings: Savings, missing: int) -> list[tuple[int, str]]:
+    """Return (the bytes that it frees, change), the best first."""
+    held, ranks = needs.tiers[tier], needs.ranks
     if not tier.in_memory:
         native = [layout for layout in plan.units if layout.trainable and not layout.windows]
         is_small = not native or plan.policy.states(native[0]).bytes_per_element <= 5
         moments = "" if is_small else ', or infinity.moments "8bit"'
+        states = held["params"] + held["gradients"] + held["optimizer"]
         return [(states, f"use a larger drive or more nodes{moments}")]
-    if tier.in_host_memory and plan.budget.host is not None:
-        place = "lower infinity.memory.host, which states and buffers fill"
-    elif tier.in_host_memory:
-        place = "give offload_param and offload_optimizer the device nvme"
-    elif _held_by_budget(plan) and plan.budget.device_states is not None:
-        place = "lower infinity.memory.device_states"
-    elif _held_by_budget(plan):
-        place = "set infinity.memory.device_optimizer to 0, or lower it"
-    else:
-        place = "give offload_param and offload_optimizer the device cpu or nvme"
-    found = [(states, place)]
-    if moved := savings.moved.get(tier, 0):
+    before = needed(plan, tier)
+    short = Shortage(tier, memory_name(tier), before, before - -(-missing // ranks))
+    planned = [((before - needed(trial.plan, tier)) * ranks, str(trial)) for trial in savings.planned(short)]
+    found = [change for change in planned if change[0] >= missing][:1] or sorted(planned)[-1:]
+    if moved := savings.activations.get(tier, 0):
         found.append((moved, f'set infinity.activations.device to "nvme", which frees {show_bytes(moved)}'))
     fewer = [
         change
@@ -164,13 +165,4 @@ def _changes(plan: Plan, needs: Needs, tier: TierKind, savings: Savings) -> list
     ]
     if fewer:
         found.append((held["activations"], ", and if that is not enough ".join(fewer)))
-    tiers = (TierKind.DEVICE, TierKind.HOST) if plan.device.host_addressable else (tier,)
-    if buffers := smaller_buffers(plan, tiers):
-        found.append((held["buffers"], buffers))
-    return found
-
-
-def _held_by_budget(plan: Plan) -> bool:
-    """Return whether a budget keeps states on the device that the config places elsewhere."""
-    extents = plan.placement.extents.items()
-    return any(extent.tier.on_device and not plan.policy.tier_of(state).on_device for (_, state), extent in extents)
+    return found or [(0, "use a smaller model or more nodes")]

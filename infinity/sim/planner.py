@@ -19,8 +19,11 @@ from infinity.engine.client_optimizer import ClientOptimizer
 from infinity.engine.optimizer.unit_optimizer import param_groups
 from infinity.errors import ConfigError
 from infinity.observe.timeline import LANES
+from infinity.plan.budget import Budget
 from infinity.plan.plan import Plan
 from infinity.plan.policy import compute_dtype
+from infinity.plan.remedy import needed, remedy, trials
+from infinity.plan.shortage import Shortage, exceeded
 from infinity.sim.advice import Wear, drafts, faster, longer, split_updates, wear_of, whole_step
 from infinity.sim.device import DeviceFacts, Times
 from infinity.sim.gpt2 import PlannedModel
@@ -113,10 +116,17 @@ def predict(
     model = make()
     parameters = sum(parameter.numel() for parameter in model.module.parameters())
     simulation, plan, needs = _needed(model, config, machine, links, times, train_batch=train_batch)
+    budget = machine.budget(config)
+
+    def replan(config: Config, budget: Budget) -> Plan:
+        return plan_of(make(), config, machine, budget)
+
     savings = Savings(
         checkpoint=not model.checkpointed,
         smaller_batch=config.resolve_batch(machine.ranks).micro > 1,
-        moved=_moved_to_nvme(make, config, machine, needs, links, times, train_batch=train_batch),
+        activations=_moved_to_nvme(make, config, machine, needs, links, times, train_batch=train_batch),
+        remedy=lambda short: remedy(config, plan, budget, short, replan, lambda plan: next(exceeded(plan), None)),
+        planned=lambda short: list(trials(config, plan, budget, short, replan, partial(_lacks, short))),
     )
     found, wear = list(advice(plan, needs, savings)), None
     if simulation is not None and links is not None:
@@ -271,6 +281,11 @@ class Activations:
         return self._seen[blocks]
 
 
+def _lacks(short: Shortage, plan: Plan) -> Shortage | None:
+    """Return `short` if the plan needs more than is available there."""
+    return short if needed(plan, short.tier) > short.available else None
+
+
 def _activations_of(model: PlannedModel, config: Config, machine: Machine, *, train_batch: bool) -> dict[TierKind, int]:
     """Return tier → peak bytes of the model's results. `model` cannot be used afterwards."""
     if model.with_blocks is None or train_batch:  # a shallower model may fit in the buffers, and run as a loop
@@ -293,13 +308,13 @@ def _activations(simulation: Simulation) -> dict[TierKind, int]:
     return {TierKind.DEVICE: simulation.working_bytes, **simulation.activations}
 
 
-def plan_of(model: PlannedModel, config: Config, machine: Machine) -> Plan:
-    """Return a rank's plan, without a simulation."""
+def plan_of(model: PlannedModel, config: Config, machine: Machine, budget: Budget | None = None) -> Plan:
+    """Return a rank's plan, without a simulation. budget: by default that of the config."""
     config = machine.resolved(config)
     client = ClientOptimizer.of_config(config, model.module)
     groups = param_groups(model.module, None) if client is None else client.groups
     rules = () if client is None else client.rules
-    ranks, device, budget = machine.rank_info(config), machine.device_info(config), machine.budget(config)
+    ranks, device, budget = machine.rank_info(config), machine.device_info(config), budget or machine.budget(config)
     return plan_units(model.module, config, groups, ranks, device, budget, rules=rules)[1]
 
 

@@ -79,6 +79,9 @@ class SimulatedPlatform(Platform):
     def striped(self, plan: Plan, config: Config, ranks: Communicator) -> Plan:
         return plan  # the bandwidths are of all folders together
 
+    def available(self, device: Device) -> dict[TierKind, int] | None:
+        return None  # the machine that is simulated is not this one
+
     def open_run(self, plan: Plan, config: Config, ranks: Communicator) -> DurableRun | None:
         return None  # a commit moves no bytes but those of states in memory
 

@@ -26,6 +26,7 @@ from infinity.plan.policy import DeviceInfo
 from infinity.tiers import frozen
 from infinity.tiers.available import available_memory, update_processors
 from infinity.tiers.digests import Fingerprint
+from infinity.tiers.headroom import Headroom
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import DONE, Fingerprinted, Transfer
 
@@ -143,6 +144,10 @@ class Device(ABC):
     def available_bytes(self) -> int:
         """Return the bytes that can still be allocated on the device."""
         return available_memory()
+
+    def headroom(self, uses: int) -> Headroom:
+        """Return the check of host memory for a model's first `uses` of units."""
+        return Headroom(uses)
 
     def finish(self) -> None:  # noqa: B027 - copies of the host are done on return
         """Wait for all copies that were issued. Their memory may be freed or reused afterwards."""

@@ -1,0 +1,123 @@
+"""Advice of an OutOfMemoryError and of `infinity plan`: what it names is done, and then the engine runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from infinity.comm.communicator import Communicator
+from infinity.config import Config
+from infinity.engine.budget import check_memory
+from infinity.engine.wiring import PlannedModel, plan_model
+from infinity.errors import OutOfMemoryError
+from infinity.tier_kind import TierKind
+from infinity.tiers.device import CpuDevice
+from support.configs import engine_config
+from support.late_device import LateDevice
+from support.loops import open_engine, train
+from support.models import Stack, seeded, token_batches
+
+PROCESS = 32 << 20
+"""Bytes that `check_memory` keeps for the process."""
+_VALUE = re.compile(r'(?:set|and|,) infinity\.((?:\w+\.)*\w+) to ("[^"]*"|[\d.]+)')
+_DEVICE = re.compile(r"give ([\w, ]+?) the device (\w+) \(zero_optimization\)")
+
+
+def content_of(folder: Path, **options: Any) -> dict[str, Any]:
+    return engine_config(folder=folder, **options).model_dump()
+
+
+def followed(content: dict[str, Any], advice: str, folder: Path) -> dict[str, Any]:
+    """Return `content` with the first change that `advice` names, as a user would write it."""
+    changed = deepcopy(content)
+    advice = advice.partition(", or ")[2] if advice.startswith("raise ") else advice
+    for sections, device in _DEVICE.findall(advice):
+        for section in sections.split(" and "):
+            changed["zero_optimization"][section] = {"device": device, "nvme_path": str(folder)}
+    for key, value in _VALUE.findall(advice):
+        *path, last = key.split(".")
+        section = changed.setdefault("infinity", {})
+        for name in path:
+            section = section[name]
+        section[last] = json.loads(value)
+    return changed
+
+
+def planned(content: dict[str, Any], device: Any) -> tuple[Config, PlannedModel]:
+    config, model = Config.load(content), seeded(Stack)
+    return config, plan_model(model, config, [{"params": list(model.parameters())}], device, Communicator(device))
+
+
+def advice_of(content: dict[str, Any], device: Any, available: dict[TierKind, int]) -> str | None:
+    """Return the advice of the error with so much memory; None: the plan fits."""
+    config, found = planned(content, device)
+    try:
+        check_memory(config, found.plan, found.budget, found.replan, available)
+    except OutOfMemoryError as error:
+        return error.hint
+    return None
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"unit_size": 1 << 16, "prefetch_bytes": 1 << 20},
+    {"param": "cpu", "optim": "cpu"},
+    {"param": "none", "optim": "none", "bf16": True},
+    {"bf16": True, "moments": "8bit", "clip": 1.0},
+    {"memory": {"host": "1GiB"}},
+    {"memory": {"host_params": 10**9}},
+    {"accumulation": 2, "tile_size": 8192},
+    {"stage": 2, "param": "none", "optim": "cpu"},
+]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(share=st.floats(0.02, 0.999))
+def test_a_plan_fits_with_the_change_that_is_advised(
+    options: dict[str, Any], late: bool, share: float, tmp_path: Path
+) -> None:
+    """Or no buffers are small enough, and the advice is no change of a key."""
+    content = content_of(tmp_path, **options)
+    device: Any = LateDevice() if late else CpuDevice()
+    plan = planned(content, device)[1].plan
+    available = {TierKind.HOST: PROCESS + int(share * plan.peak_of_host()), TierKind.DEVICE: 1 << 40}
+    advice = advice_of(content, device, available)
+    assert advice is not None
+    if "use a smaller model" in advice:
+        assert not _VALUE.search(advice) and not _DEVICE.search(advice)
+        return
+    changed = followed(content, advice, tmp_path)
+    assert changed != content
+    assert advice_of(changed, device, available) is None, advice
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(share=st.floats(0.1, 0.999), options=st.sampled_from(OPTIONS[:5]))
+def test_an_engine_trains_within_a_budget_that_the_advice_made_fit(
+    options: dict[str, Any], share: float, tmp_path: Path
+) -> None:
+    """What is advised runs, in the budget, with the losses of the engine without it."""
+
+    def losses(content: dict[str, Any]) -> list[float]:
+        with open_engine(seeded(Stack), Config.load(content)) as engine:
+            assert limit is None or engine.parts.plan.peak_of_host() <= limit
+            return train(engine, token_batches(2 * engine.batch.accumulation))
+
+    content = content_of(tmp_path, **options)
+    limit = None
+    expected = losses(content)
+    limit = int(share * planned(content, CpuDevice())[1].plan.peak_of_host())
+    content.setdefault("infinity", {})["memory"] = {"host": limit}
+    try:
+        assert losses(content) == expected
+    except OutOfMemoryError as error:
+        if "use a smaller model" not in error.hint:
+            assert losses(followed(content, error.hint, tmp_path)) == expected
