@@ -12,12 +12,9 @@ from pathlib import Path
 
 import torch
 
-from infinity.errors import OutOfMemoryError
 from infinity.plan.plan import Plan
 from infinity.plan.pools import READ_AHEAD, PoolSpec
-from infinity.plan.shortage import shortage
 from infinity.tier_kind import TierKind
-from infinity.tiers.available import available_memory
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableFiles, DurableTier
@@ -32,12 +29,8 @@ from infinity.tiers.slots import Slots
 def open_tiers(plan: Plan, device: Device, rank: int, durable: DurableFiles | None = None) -> dict[TierKind, Tier]:
     """Return kind → tier, for the tiers that hold extents or durable states.
 
-    Raises OutOfMemoryError if the plan's extents and pools exceed memory, OutOfSpaceError or StorageError for its
-    files. Disk space is reserved before memory is allocated.
+    Raises OutOfSpaceError or StorageError for the plan's files. Disk space is reserved before memory is allocated.
     """
-    missing = shortage(plan, {TierKind.HOST: available_memory(), TierKind.DEVICE: device.available_bytes()})
-    if missing is not None:
-        raise OutOfMemoryError(*missing)
     opened: dict[TierKind, Tier] = {}
     with ExitStack() as undo:
         if plan.io is not None:
