@@ -388,8 +388,9 @@ def end_by_dropping(box: list[TrainingEngine]) -> None:
     saving = [thread for thread in threading.enumerate() if thread.name == "infinity-save"]
     box.clear()
     gc.collect()
-    for thread in saving:  # on a busy machine it may hold the last reference, and end the engine itself
+    for thread in saving:
         thread.join(20)
+    gc.collect()  # the thread may have held the last reference into the engine's cycles
 
 
 @pytest.mark.parametrize("end", [end_by_closing, end_by_an_error, end_by_dropping])
