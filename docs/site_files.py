@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.structure.files import File, Files
+if TYPE_CHECKING:  # tests import the other hooks where mkdocs is not installed
+    from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 SHOWN = (
@@ -24,20 +25,26 @@ SHOWN = (
     "docs/*.md",
     "docs/notes/*.md",
     "docs/*.svg",
+    "docs/site.css",
     "bench/results/*.md",
     "bench/results/*.png",
     "bench/configs/*.json",
     "examples/**/*.py",
+    "examples/**/*.sbatch",
 )
 OMITTED = {"bench/results/refactoring.md"}
 """Pages about the history of the source, which are of use in a checkout only."""
 
 _FENCE = re.compile(r"^\s*(```|~~~)")
+_CELL = re.compile(r"<td>.*?</td>", re.DOTALL)
+_CODE = re.compile(r"(?<=<code>)[^<]+")
 _NESTED = re.compile(r"^( {2,})(?=[-*] )")
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Return the files of the site: those of `SHOWN`, and those of the theme and plugins."""
+    from mkdocs.structure.files import File, Files
+
     paths = sorted(set(chain.from_iterable(map(ROOT.glob, SHOWN))))
     own = [path for path in paths if path.relative_to(ROOT).as_posix() not in OMITTED]
     added = [File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)) for path in own]
@@ -51,6 +58,15 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         fenced ^= _FENCE.match(line) is not None
         lines.append(line if fenced else _NESTED.sub(r"\1\1", line))
     return "\n".join(lines)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Return `html` with code in tables breakable after `_`, `.` and `/` within a name, as site.css needs on phones."""
+
+    def breakable(cell: re.Match[str]) -> str:
+        return _CODE.sub(lambda code: re.sub(r"(?<=\w)([_./])(?=\w)", r"\1<wbr>", code[0]), cell[0])
+
+    return _CELL.sub(breakable, html)
 
 
 def _is_of(file: File, folder: str) -> bool:

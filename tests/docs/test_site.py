@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).parents[2]
 SITE = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
@@ -15,6 +18,16 @@ PAGES = {
     for folder in ("docs", "docs/notes", "bench/results")
     for path in (ROOT / folder).glob("*.md")
 } - HIDDEN
+TABS: dict[str, list[Any]] = {title: pages for tab in yaml.safe_load(SITE)["nav"] for title, pages in tab.items()}
+"""Tabs of the site → their navigation: entries of one key, whose values are a page or more entries."""
+
+
+def hooks() -> Any:
+    spec = importlib.util.spec_from_file_location("site_files", ROOT / "docs" / "site_files.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("page", sorted(PAGES | {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"}))
@@ -35,3 +48,44 @@ def test_links_lead_to_files_of_the_site(page: str) -> None:
     text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
     targets = {link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link}
     assert [link for link in targets - {""} if (ROOT / page).parent.joinpath(link).resolve() not in files] == []
+
+
+def shown(entries: list[Any], level: int = 1) -> int:
+    """Lines of a tab's navigation before a reader unfolds anything: the theme folds groups within groups."""
+    below = [value for entry in entries for value in entry.values() if isinstance(value, list) and level < 2]
+    return len(entries) + sum(shown(value, level + 1) for value in below)
+
+
+@pytest.mark.parametrize("tab", TABS)
+def test_the_navigation_of_a_tab_fits_a_screen(tab: str) -> None:
+    assert shown(TABS[tab]) <= 25, "group pages in mkdocs.yml"
+
+
+def test_a_newcomer_starts_at_the_first_tab_and_the_gpu_leads_the_measurements() -> None:
+    assert [next(iter(entry.values())) for entry in TABS["Guide"][:2]] == ["README.md", "docs/getting_started.md"]
+    assert next(iter(TABS["Measurements"][1].values())) == "bench/results/gpu.md"
+
+
+def test_tables_keep_names_whole() -> None:
+    """The theme breaks code at any letter. Names of the first column stay on a line; a phone breaks at `<wbr>` only."""
+    styles = re.sub(r"/\*.*?\*/", "", (ROOT / "docs" / "site.css").read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert yaml.safe_load(SITE)["extra_css"] == ["docs/site.css"] and "docs/site.css" in hooks().SHOWN
+    rules = dict(re.findall(r"^(\S[^{}]*?) \{\n(.*?)^\}", styles, re.MULTILINE | re.DOTALL))
+    code = ".md-typeset table:not([class])"
+    assert "word-break: normal" in rules[f"{code} code"] and "overflow-wrap: normal" in rules[f"{code} code"]
+    assert "white-space: nowrap" in rules[f"{code} td:first-child code"]
+    assert "display: none" in rules[f"{code} code wbr"]
+
+
+def test_names_in_cells_may_break_after_separators() -> None:
+    page = "<td><code>offload_param.nvme_path</code>, <code>a/b</code></td> <p><code>x_y</code></p> <td>x_y</td>"
+    expected = page.replace("offload_param.nvme_path", "offload_<wbr>param.<wbr>nvme_<wbr>path").replace(
+        "a/b", "a/<wbr>b"
+    )
+    assert hooks().on_page_content(page) == expected
+    assert hooks().on_page_content("<td><code>--host-memory</code> <code>__call__</code></td>").count("<wbr>") == 2
+
+
+def test_nested_lists_are_indented_as_python_markdown_requires() -> None:
+    page = "- a\n  - b\n\n```\n  - code\n```"
+    assert hooks().on_page_markdown(page) == page.replace("  - b", "    - b")
