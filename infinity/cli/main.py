@@ -367,6 +367,14 @@ def plan(
     model: Annotated[
         Path | None, typer.Option(help="Folder with a config.json of transformers, instead of GPT-2's flags.")
     ] = None,
+    module: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.py:FUNCTION",
+            help="Instead, a function that returns (module, inputs): your nn.Module, and batch → arguments of a "
+            "forward that returns the loss. Runs the file.",
+        ),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="Engine's configuration; by default bf16 with all states on nvme.")
     ] = None,

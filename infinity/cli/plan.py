@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rich.text import Text
 
 from infinity.cli.console import (
     FAILED,
+    INTERRUPTED,
     check_output,
     fail,
     one_line_errors,
@@ -26,13 +28,16 @@ from infinity.cli.console import (
     warnings_as_notes,
     write_output,
 )
+from infinity.cli.plan_config import assumed, kept, load
 from infinity.config import Config
+from infinity.errors import ConfigError
 from infinity.observe.timeline import LANES
 from infinity.sim.advice import name_of_wait
 from infinity.sim.gpt2 import GPT2Config, PlannedModel, gpt2, of_transformers
 from infinity.sim.machine import Links, Machine
 from infinity.sim.measured import MeasuredTimes
 from infinity.sim.needs import KINDS, memory_name
+from infinity.sim.own_module import check_forward, of_file
 from infinity.sim.planner import Prediction, largest, predict
 from infinity.sim.simulate import Simulation
 from infinity.sizes import counted, show_bytes, show_count
@@ -56,6 +61,7 @@ class Flags:
     untie_embeddings_and_output_weights: bool
     checkpoint_activations: bool
     model: Path | None
+    module: str | None
     config: Path | None
     train_batch: bool
     bandwidths: Path | None
@@ -71,15 +77,22 @@ class Flags:
     trace: Path | None
     as_json: bool
 
+    @property
+    def ranks(self) -> int:
+        return self.nodes * max(1, self.gpus)
+
     def shape(self) -> GPT2Config:
         """Return GPT-2's shape. Raises ConfigError for an invalid one.
 
-        Exits with an error if a folder of a model and a shape are given.
+        Exits with an error if two of a folder of a model, a module of one's own and a shape are given.
         """
         names = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size", "seq_length")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if self.model is not None and (given.keys() - {"seq_length"} or self.max_model):
-            fail("--model describes the shape: leave out the flags of GPT-2's shape, and --max-model")
+        if self.model is not None and self.module is not None:
+            fail("--model and --module both describe the model: leave out one of them")
+        own = "--model" if self.model is not None else "--module"
+        if (self.model or self.module) is not None and (given.keys() - {"seq_length"} or self.max_model):
+            fail(f"{own} describes the shape: leave out the flags of GPT-2's shape, and --max-model")
         if self.max_model and self.num_layers is not None:
             fail("--max-model finds the number of layers: leave out --num-layers")
         return GPT2Config(
@@ -89,47 +102,105 @@ class Flags:
         )
 
 
+@dataclass(frozen=True)
+class _Job:
+    """What the options describe, without problems."""
+
+    shape: GPT2Config
+    make: Callable[[], PlannedModel]
+    config: Config
+    machine: Machine
+    links: Links | None
+    endurance: int | None
+
+
 def run(flags: Flags) -> None:
     """Print the prediction. Exits with 1 if the model does not fit."""
     with one_line_errors(), warnings_as_notes():
-        shape = flags.shape()
-        timed = {"--bandwidths": flags.bandwidths, "--endurance": flags.endurance, "--trace": flags.trace}
-        for option, value in timed.items():
-            if value is not None and flags.bandwidths is None:
-                fail(f"{option} needs the seconds of a step: give --bandwidths")
-        if flags.trace is not None:
-            check_output("--trace", flags.trace)
-        config, machine = _config(flags), _machine(flags)
-        links = None if flags.bandwidths is None else Links.read(flags.bandwidths)
+        job = _job(flags)
         if flags.max_model:
-            _say_largest(flags, shape, config, machine, links)
+            _say_largest(flags, job)
             return
-        is_measured = flags.this_machine and not machine.gpus and links is not None
-        endurance = None if flags.endurance is None else size_of("--endurance", flags.endurance)
+        is_measured = flags.this_machine and not job.machine.gpus and job.links is not None
         found = predict(
-            _maker(flags, shape),
-            config,
-            machine,
-            links,
+            job.make,
+            job.config,
+            job.machine,
+            job.links,
             MeasuredTimes() if is_measured else None,
             train_batch=flags.train_batch,
-            endurance=endurance,
+            endurance=job.endurance,
         )
         if flags.trace is not None and found.simulation is not None:
             write_output("--trace", flags.trace, json.dumps(found.simulation.chrome_trace()))
+        notes = [*assumed(job.config), *kept(job.config, found.plan, found.ranks_per_node)]
         if flags.as_json:
-            say_json(found.to_json())
+            say_json({**found.to_json(), "notes": notes})
         else:
-            say(*shown(found, machine), *_striping(config))
+            say(*shown(found, job.machine, notes), *_striping(job.config))
     raise typer.Exit(FAILED if found.needs.limits else 0)
 
 
+class _Checks:
+    """Checks of the options, each of which prints its problems."""
+
+    def __init__(self) -> None:
+        self.code = 0
+
+    @contextmanager
+    def check(self) -> Iterator[None]:
+        """Print the problems of the block, and continue after it. Ctrl-C exits."""
+        try:
+            with one_line_errors():
+                yield
+        except typer.Exit as ended:
+            if ended.exit_code == INTERRUPTED:
+                raise
+            self.code = max(self.code, ended.exit_code)
+
+
+def _job(flags: Flags) -> _Job:
+    """Return what the options describe. Exits with a line for each problem of any of them."""
+    checks = _Checks()
+    check = checks.check
+    shape = machine = links = model = endurance = config = None
+    make: Callable[[], PlannedModel] | None = None
+    for option, value in (("--endurance", flags.endurance), ("--trace", flags.trace)):
+        if value is not None and flags.bandwidths is None:
+            with check():
+                fail(f"{option} needs the seconds of a step: give --bandwidths")
+    with check():
+        if flags.trace is not None:
+            check_output("--trace", flags.trace)
+    with check():
+        endurance = None if flags.endurance is None else size_of("--endurance", flags.endurance)
+    with check():
+        links = None if flags.bandwidths is None else Links.read(flags.bandwidths)
+    machine = _machine(flags, checks)
+    with check():
+        shape = flags.shape()
+        make = _maker(flags, shape)
+        model = make()
+    with check():
+        config = _config(flags, flags.ranks if machine is None else machine.ranks, model)
+    if flags.module is not None and model is not None:
+        with check():
+            check_forward(model, f"--module {flags.module}")
+    if checks.code or shape is None or make is None or config is None or machine is None:
+        raise typer.Exit(checks.code)
+    return _Job(shape, make, config, machine, links, endurance)
+
+
 def _maker(flags: Flags, shape: GPT2Config) -> Callable[[], PlannedModel]:
-    folder, tile_bytes = flags.model, _tile_bytes(flags)
-    if folder is None:
-        return lambda: gpt2(shape, tile_bytes)
-    checkpoint = flags.checkpoint_activations
-    return lambda: of_transformers(folder, sequence=flags.seq_length, checkpoint=checkpoint, tile_bytes=tile_bytes)
+    folder, module, tile_bytes = flags.model, flags.module, _tile_bytes(flags)
+    sequence, checkpoint = flags.seq_length, flags.checkpoint_activations
+    if module is not None:
+        return lambda: of_file(module, sequence=sequence, checkpoint=checkpoint, tile_bytes=tile_bytes)
+    if folder is not None:
+        return lambda: of_transformers(folder, sequence=sequence, checkpoint=checkpoint, tile_bytes=tile_bytes)
+    if flags.max_model:
+        shape = replace(shape, num_layers=1)  # of which the config needs the width only
+    return lambda: gpt2(shape, tile_bytes)
 
 
 def _tile_bytes(flags: Flags) -> int | None:
@@ -139,61 +210,70 @@ def _tile_bytes(flags: Flags) -> int | None:
     return nbytes
 
 
-def _config(flags: Flags) -> Config:
+def _config(flags: Flags, ranks: int, model: PlannedModel | None) -> Config:
     batch = flags.batch_size
     if flags.config is None:
         place = {"device": "nvme", "nvme_path": "."}
         return Config.load(
             {
-                "train_batch_size": batch or _DEFAULT_BATCH * max(1, flags.gpus) * flags.nodes,
+                "train_batch_size": batch or _DEFAULT_BATCH * ranks,
                 "bf16": {"enabled": True},
                 "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
             }
         )
-    config = Config.load(flags.config)
-    if batch is None:
-        return config
-    return config.model_copy(update={"train_batch_size": batch, "train_micro_batch_size_per_gpu": None})
+    config = load(flags.config, batch, ranks, None if model is None else model.module)
+    if flags.max_model and config.infinity.cache_bytes and config.zero_optimization.stage < 3 and config.notes.filled:
+        raise ConfigError(
+            '--max-model: a config of stage 0 to 2 with "auto" keeps a whole model in memory: use stage 3'
+        )
+    return config
 
 
-def _machine(flags: Flags) -> Machine:
+def _machine(flags: Flags, checks: _Checks) -> Machine | None:
+    """Return the machine of the options; None if they have problems."""
     here = Machine.here(Path())
     if flags.this_machine:
-        if flags.gpus or flags.device_memory or flags.host_memory or flags.nvme or flags.nodes > 1:
-            fail("--this-machine describes the machine: leave out --gpus, --nodes and sizes of memory")
-        return here
-    sizes = {
-        name: here_bytes if text is None else size_of(option, text)
-        for name, option, text, here_bytes in (
-            ("host_memory", "--host-memory", flags.host_memory, int(psutil.virtual_memory().total)),
-            ("nvme", "--nvme", flags.nvme, here.nvme),
-            ("device_memory", "--device-memory", flags.device_memory, 0),
-        )
-    }
-    return Machine(nodes=flags.nodes, gpus=flags.gpus, **sizes)
+        with checks.check():
+            if flags.gpus or flags.device_memory or flags.host_memory or flags.nvme or flags.nodes > 1:
+                fail("--this-machine describes the machine: leave out --gpus, --nodes and sizes of memory")
+            return here
+        return None
+    sizes = {}
+    for name, option, text, here_bytes in (
+        ("host_memory", "--host-memory", flags.host_memory, int(psutil.virtual_memory().total)),
+        ("nvme", "--nvme", flags.nvme, here.nvme),
+        ("device_memory", "--device-memory", flags.device_memory, 0),
+    ):
+        with checks.check():
+            sizes[name] = here_bytes if text is None else size_of(option, text)
+    if len(sizes) == 3:
+        with checks.check():
+            return Machine(nodes=flags.nodes, gpus=flags.gpus, **sizes)
+    return None
 
 
-def _say_largest(flags: Flags, shape: GPT2Config, config: Config, machine: Machine, links: Links | None) -> None:
-    baseline = links.baseline_rss if links is not None else 0
-    tile_bytes = _tile_bytes(flags)
+def _say_largest(flags: Flags, job: _Job) -> None:
+    baseline = job.links.baseline_rss if job.links is not None else 0
+    shape, tile_bytes = job.shape, _tile_bytes(flags)
 
     def make(layers: int) -> PlannedModel:
         return gpt2(replace(shape, num_layers=layers), tile_bytes)
 
-    found = largest(make, config, machine, baseline, train_batch=flags.train_batch)
+    found = largest(make, job.config, job.machine, baseline, train_batch=flags.train_batch)
     width, limits = shape.hidden_size, " and ".join(map(memory_name, found.limits))
     if not found.blocks:
         fail(f"no GPT-2 of width {width} fits: one layer exceeds {limits}")
     parameters = replace(shape, num_layers=found.blocks).num_parameters
     if flags.as_json:
         counts = {"num_layers": found.blocks, "hidden_size": width, "parameters": parameters}
-        say_json({**counts, "limits": found.limits})
+        say_json({**counts, "limits": found.limits, "notes": [*assumed(job.config)]})
     else:
-        say(f"{found.blocks} layers of width {width}: {show_count(parameters)} parameters; one more exceeds {limits}")
+        line = f"{found.blocks} layers of width {width}: {show_count(parameters)} parameters; one more exceeds {limits}"
+        say(line, *assumed(job.config))
 
 
-def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]:
-    """Yield the head, the table of bytes, the step and the advice."""
+def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Iterator[str | RenderableType]:
+    """Yield the head, the table of bytes, `notes`, the step and the advice."""
     needs, seen = found.needs, found.simulation
     nodes = counted(machine.nodes, "node")
     computes = f"{counted(machine.gpus, 'GPU')} each" if machine.gpus else "the host computes"
@@ -213,6 +293,7 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
     table.add_row("peak", *(_cell(needs.peak[tier]) for tier in TierKind), style="bold")
     table.add_row("available", *(_cell(needs.available[tier]) for tier in TierKind))
     yield table
+    yield from notes
     for tier in TierKind:
         if passing := needs.passing[tier]:
             yield (
@@ -229,7 +310,7 @@ def shown(found: Prediction, machine: Machine) -> Iterator[str | RenderableType]
         yield f"step: {seen.seconds:.3g} s, of which the model computes {seen.compute_seconds:.3g} s{how}"
         for lane in LANES:
             if (seconds := seen.exposed.get(lane, 0.0)) >= 0.0005 * seen.seconds:
-                yield f"  waits for {name_of_wait(lane)}: {seconds:.3g} s"
+                yield f"  waits for {name_of_wait(lane, found.plan.ranks.size)}: {seconds:.3g} s"
         yield from _moved(found, seen)
     else:
         yield (

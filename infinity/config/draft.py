@@ -74,6 +74,8 @@ class Notes(NamedTuple):
     """Full names of keys that are "auto" without a known value."""
     dotted: tuple[str, ...] = ()
     """Full names that are keys of the top level, where neither this library nor DeepSpeed reads them."""
+    filled: tuple[tuple[str, Any], ...] = ()
+    """(full name, value) of each key that was "auto" and has a value of `Fill`. `line` leaves them out."""
 
     def line(self) -> str:
         """Return all notes in one line; "" without any."""
@@ -96,6 +98,7 @@ class Draft:
     ignored: list[str] = field(default_factory=list)
     defaults: list[str] = field(default_factory=list)
     dotted: list[str] = field(default_factory=list)
+    filled: list[tuple[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def take(self, dotted: str) -> Any:
@@ -214,29 +217,27 @@ def hidden_size_of(model: Any) -> int | None:
     return None
 
 
-def resolve_auto(
-    content: dict[Any, Any], fill: Fill, keeps: Callable[[str], bool], in_schema: Callable[[str], bool]
-) -> tuple[list[str], list[str]]:
-    """Replace "auto" in `content` by the values of `fill`; remove the keys for which there is none.
+def resolve_auto(draft: Draft, fill: Fill, keeps: Callable[[str], bool], in_schema: Callable[[str], bool]) -> None:
+    """Replace "auto" in the draft by the values of `fill`; remove the keys for which there is none.
 
     keeps: tells whether "auto" stays, as a value of its own or in an unknown key. in_schema: tells whether a key is one
-    of the schema.
-
-    Returns (unresolved keys of the schema, problems).
+    of the schema. Notes the keys that are filled, and keys of the schema that are not.
     """
-    values, unresolved, problems = fill.values(), [], []
+    content, values = draft.content, fill.values()
     for dotted in [name for name, value in leaves(content) if isinstance(value, str) and value == "auto"]:
         if look(content, dotted) is ABSENT or keeps(dotted):
             continue
         if dotted in values:
             put(content, dotted, values[dotted])
+            draft.filled.append((dotted, values[dotted]))
             continue
         drop(content, dotted)
         if dotted in _REQUIRED:
-            problems.append(f'{dotted}: is "auto", which only a trainer such as Hugging Face\'s fills in: set a number')
+            draft.problems.append(
+                f'{dotted}: is "auto", which only a trainer such as Hugging Face\'s fills in: set a number'
+            )
         elif in_schema(dotted):
-            unresolved.append(dotted)
-    return unresolved, problems
+            draft.defaults.append(dotted)
 
 
 _REQUIRED = ("scheduler.params.total_num_steps",)

@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from infinity.errors import ConfigError, ModelError, RanksError, StorageError, U
 from infinity.observe.log import logger
 
 if TYPE_CHECKING:
-    from infinity.config import Config
+    from infinity.config import Config, Fill
 
 
 def read_settings(source: Mapping[str, Any] | str | PathLike[str]) -> dict[str, Any]:
@@ -36,23 +37,8 @@ def read_settings(source: Mapping[str, Any] | str | PathLike[str]) -> dict[str, 
 
 
 def make_config(settings: Mapping[str, Any], model: nn.Module) -> Config:
-    """Return the engine's config for DeepSpeed's `settings`, with DeepSpeed's defaults, and create `nvme_path`.
-
-    In stages 0 to 2 parameters hold their values between steps: units stay in memory, and `step` returns after all
-    updates. Keys of the section `infinity` override both.
-    """
-    from infinity.config import Config, Fill, hidden_size_of  # here, since pydantic takes long to import
-
-    settings = dict(settings)
-    if settings.get("steps_per_print") == math.inf:  # as Accelerate switches the lines off
-        settings["steps_per_print"] = 0
-    fill = Fill(hidden_size=hidden_size_of(model))
-    config = Config.load(settings, dialect="deepspeed", fill=fill)
-    if config.zero_optimization.stage < 3:
-        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-        resident = {"cache_bytes": 2 * nbytes + (1 << 20), "update": "after_backward"}
-        content = {**settings, "infinity": {**resident, **(settings.get("infinity") or {})}}
-        config = Config.load(content, dialect="deepspeed", fill=fill)
+    """Return the engine's config for DeepSpeed's `settings`, as `load_settings` does, and create `nvme_path`."""
+    config = load_settings(settings, model)
     for folder in map(Path, config.zero_optimization.nvme_paths):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -60,6 +46,28 @@ def make_config(settings: Mapping[str, Any], model: nn.Module) -> Config:
             raise StorageError(
                 f"nvme_path: {folder} cannot be created: {error.strerror}. Create it, or name another folder."
             ) from None
+    return config
+
+
+def load_settings(settings: Mapping[str, Any], model: nn.Module, fill: Fill | None = None) -> Config:
+    """Return the engine's config for DeepSpeed's `settings`, with DeepSpeed's defaults.
+
+    In stages 0 to 2 parameters hold their values between steps: units stay in memory, and `step` returns after all
+    updates. Keys of the section `infinity` override both. fill: values for keys that are "auto", besides those that
+    follow from the model.
+    """
+    from infinity.config import Config, Fill, hidden_size_of  # here, since pydantic takes long to import
+
+    settings = dict(settings)
+    if settings.get("steps_per_print") == math.inf:  # as Accelerate switches the lines off
+        settings["steps_per_print"] = 0
+    fill = replace(fill or Fill(), hidden_size=hidden_size_of(model))
+    config = Config.load(settings, dialect="deepspeed", fill=fill)
+    if config.zero_optimization.stage < 3:
+        nbytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        resident = {"cache_bytes": 2 * nbytes + (1 << 20), "update": "after_backward"}
+        content = {**settings, "infinity": {**resident, **(settings.get("infinity") or {})}}
+        config = Config.load(content, dialect="deepspeed", fill=fill)
     return config
 
 

@@ -40,7 +40,7 @@ def faster(config: Config, simulation: Simulation, needs: Needs, *, checkpointed
     checkpointed: the model recomputes activations already.
     """
     lanes = sorted(simulation.exposed.items(), key=lambda item: -item[1])
-    kept = kept_by_auto(simulation.plan, needs)
+    kept, ranks = kept_by_auto(simulation.plan, needs), simulation.plan.ranks.size
     given: set[str] = set()
     for lane, seconds in lanes:
         if seconds < _EXPOSED * simulation.seconds:
@@ -55,12 +55,16 @@ def faster(config: Config, simulation: Simulation, needs: Needs, *, checkpointed
             change = "raise the micro-batch: a step computes longer and moves as many bytes of states"
         if change not in given:
             given.add(change)
-            yield f"the model waits {seconds:.3g} s of {simulation.seconds:.3g} s for {name_of_wait(lane)}: {change}"
+            waits = f"the model waits {seconds:.3g} s of {simulation.seconds:.3g} s"
+            yield f"{waits} for {name_of_wait(lane, ranks)}: {change}"
 
 
-def name_of_wait(lane: str) -> str:
-    """Return the name of an exposed lane. The model's thread itself delays compute by Python, launches and wake-ups."""
-    return "the host" if lane == "compute" else lane
+def name_of_wait(lane: str, ranks: int) -> str:
+    """Return the name of an exposed lane. The model's thread itself delays compute by Python, launches and wake-ups;
+    one rank reduces nothing with others.
+    """
+    names = {"compute": "the host", "reduce": "sums and norms of gradients" if ranks == 1 else "reduce"}
+    return names.get(lane, lane)
 
 
 def whole_step(again: Again, config: Config, loop: Simulation) -> Iterator[str]:

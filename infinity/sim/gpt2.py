@@ -253,18 +253,30 @@ def of_transformers(
     except Exception as error:
         why = str(error).partition("\n")[0] or type(error).__name__
         raise ConfigError(f"--model {folder}: transformers refuses {file}: {why:.300}") from error
-    module.float().train()
+    module.float()
     if tile_bytes is not None:
         tile(module, tile_bytes)
+    return language_model(str(content["model_type"]), module, sequence=sequence, checkpoint=checkpoint)
+
+
+def language_model(name: str, module: nn.Module, *, sequence: int | None, checkpoint: bool) -> PlannedModel:
+    """Return a causal language model of transformers, or one that wraps it, with tokens as inputs.
+
+    Arguments are those of `of_transformers`. Raises ConfigError if it cannot recompute blocks.
+    """
+    settings: Any = module.config
     settings.use_cache = False
     if checkpoint:
-        module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        try:
+            module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(f"--checkpoint-activations: {name} does not support it ({error}).") from error
     length = sequence or int(getattr(settings, "max_position_embeddings", 0) or 1024)
 
     def inputs(batch: int) -> tuple[torch.Tensor, ...]:
         return (torch.zeros(batch, length, dtype=torch.int64, device="meta"),)
 
-    return PlannedModel(str(content["model_type"]), _WithLoss(module), inputs, length, checkpoint)
+    return PlannedModel(name, _WithLoss(module.train()), inputs, length, checkpoint)
 
 
 def _without_code(config: Any) -> Any:
@@ -286,6 +298,7 @@ class _WithLoss(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.config = model.config
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens).loss

@@ -74,8 +74,7 @@ def translate(
         foreign = dotted not in known and dotted not in TABLE
         return dotted.startswith("infinity.") or dotted in _KEEPS_AUTO or foreign
 
-    draft.defaults, problems = resolve_auto(draft.content, fill or Fill(), keeps_auto, known.__contains__)
-    draft.problems += problems
+    resolve_auto(draft, fill or Fill(), keeps_auto, known.__contains__)
     for dotted in [name for name, value in leaves(draft.content) if value is None and name in known]:
         drop(draft.content, dotted)
     _judge(draft)
@@ -83,7 +82,9 @@ def translate(
         rule(draft)
     if dialect == "deepspeed":
         add_defaults(draft)
-    notes = Notes(tuple(draft.mapped), tuple(draft.ignored), tuple(draft.defaults), tuple(draft.dotted))
+    notes = Notes(
+        tuple(draft.mapped), tuple(draft.ignored), tuple(draft.defaults), tuple(draft.dotted), tuple(draft.filled)
+    )
     return Translation(draft.content, notes, draft.problems)
 
 

@@ -1,0 +1,132 @@
+"""The config of `infinity plan`: values in place of "auto", and lines that say which ones and what they change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from infinity.config import Config, Fill, read_content
+from infinity.config.batch import resolve_batch
+from infinity.config.fields import show
+from infinity.deepspeed.settings import load_settings
+from infinity.errors import ConfigError
+from infinity.plan.placement import State
+from infinity.plan.plan import Plan
+from infinity.sizes import show_bytes
+from infinity.tier_kind import TierKind
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_OF_TRAINING_ARGUMENTS = {
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 1.0,
+    "bf16": False,
+    "fp16": False,
+    "lr": 5e-5,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "warmup_num_steps": 0,
+    "total_num_steps": 1000,
+}
+"""Defaults of transformers' TrainingArguments (5.23.0), and a number of steps, which follows from the data."""
+_MICRO_BATCH = 8
+"""Its default of per_device_train_batch_size."""
+_WITHOUT_EFFECT = ("optimizer.params.", "scheduler.params.")
+_FROM_MODEL = ("zero_optimization.stage3_prefetch_bucket_size",)
+_PLURALS = {State.PARAM: "parameters", State.GRAD: "gradients", State.OPTIM: "optimizer states"}
+_PLACES = {TierKind.DEVICE: "on the device", TierKind.HOST: "in host memory", TierKind.NVME: "on nvme"}
+
+
+def load(file: Path, batch: int | None, ranks: int, model: nn.Module | None) -> Config:
+    """Return the config in `file`, with TrainingArguments' defaults in place of "auto".
+
+    A config with "auto" is one that a trainer fills, so absent keys get DeepSpeed's defaults. batch: samples of a step
+    over all ranks, which replace the config's; None: the config's. model: whose width and bytes some values follow
+    from; None: unknown. Raises ConfigError with all problems, those of the batch sizes too.
+    """
+    content = read_content(file)
+    problems: list[str] = []
+    config = None
+    try:
+        config = _filled(content, batch, model) if _is_for_a_trainer(content) else Config.load(file)
+        if batch is not None:
+            config = config.model_copy(update={"train_batch_size": batch, "train_micro_batch_size_per_gpu": None})
+    except ConfigError as error:
+        problems += [line if line.startswith(f"{file}: ") else f"{file}: {line}" for line in error.problems]
+    try:
+        if config is not None:
+            config.resolve_batch(ranks)
+        elif batch is None and not any(key in content for key in _BATCH[:2]):
+            resolve_batch(None, None, None, ranks)
+    except ConfigError as error:
+        other = ". Or pass --batch-size" if batch is None else ""
+        problems += [f"{file}: {line}{other}" for line in error.problems]
+    if config is None or problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _is_for_a_trainer(content: Mapping[str, Any]) -> bool:
+    """Return whether the config has an "auto" that only a trainer fills in."""
+    try:
+        notes = Config.load(content, fill=Fill(**_OF_TRAINING_ARGUMENTS)).notes  # type: ignore[arg-type]
+    except ConfigError:
+        return True
+    return bool(notes.filled or notes.defaults)
+
+
+def _filled(content: Mapping[str, Any], batch: int | None, model: nn.Module | None) -> Config:
+    micro = None if batch is not None else _MICRO_BATCH
+    fill = Fill(**_OF_TRAINING_ARGUMENTS, train_micro_batch_size_per_gpu=micro)  # type: ignore[arg-type]
+    return load_settings(content, model or nn.Module(), fill)
+
+
+def assumed(config: Config) -> Iterator[str]:
+    """Yield what stands in place of "auto" in the config; nothing without "auto"."""
+    filled = [(key, value) for key, value in config.notes.filled if key not in _FROM_MODEL]
+    values = [f"{key} {show(value)}" for key, value in filled if not key.startswith(_WITHOUT_EFFECT)]
+    default = [key for key in config.notes.defaults if key not in _BATCH]
+    if values:
+        yield (
+            f'assumed in place of "auto": {", ".join(values)} (TrainingArguments\' defaults). If your script sets '
+            "others, such as bf16, write them into the config"
+        )
+    if default:
+        yield f'assumed in place of "auto": the default of {", ".join(default)}'
+    if len(values) < len(filled):
+        yield '"auto" in optimizer.params and scheduler.params changes neither bytes nor seconds'
+
+
+def kept(config: Config, plan: Plan, ranks_per_node: int) -> Iterator[str]:
+    """Yield each key that keeps states in a faster tier than `offload_*` names, with the bytes of a node."""
+    found: dict[tuple[str, TierKind, TierKind], dict[State, int]] = {}
+    for (_, state), extent in plan.placement.extents.items():
+        named = plan.policy.tier_of(state)
+        if extent.tier != named and extent.nbytes:
+            kinds = found.setdefault((_keeper(config, extent.tier, state), extent.tier, named), {})
+            kinds[state] = kinds.get(state, 0) + extent.nbytes * ranks_per_node
+    for (key, tier, named), kinds in found.items():
+        parts = [f"{show_bytes(nbytes)} of {_PLURALS[state]}" for state, nbytes in kinds.items()]
+        yield f"{key} keeps {' and '.join(parts)} {_PLACES[tier]} instead of {_PLACES[named]}"
+
+
+def _keeper(config: Config, tier: TierKind, state: State) -> str:
+    """Return the key that keeps a state in `tier`, with its value, as the user wrote it."""
+    memory = config.infinity.memory
+    if tier.on_device:
+        name = next(
+            (key for key in ("device_optimizer", "device_states") if getattr(memory, key) is not None), "device"
+        )
+    else:
+        name = "host_params" if state is State.PARAM and memory.host_params is not None else "host"
+    dotted = f"infinity.memory.{name}"
+    for phrase in config.notes.mapped:
+        source, _, target = phrase.partition(" → ")
+        if target.startswith(f"{dotted} "):
+            return source
+    value = getattr(memory, name)
+    in_bytes = name in ("host", "device", "device_states") and isinstance(value, int)
+    return f"{dotted} {show_bytes(value) if in_bytes else show(value)}"
