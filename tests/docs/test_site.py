@@ -66,7 +66,7 @@ def test_a_newcomer_starts_at_the_first_tab_and_the_gpu_leads_the_measurements()
     assert next(iter(TABS["Measurements"][1].values())) == "bench/results/gpu.md"
 
 
-def test_tables_keep_names_whole() -> None:
+def test_names_in_tables_stay_whole_and_long_code_is_not_cut_off() -> None:
     """The theme breaks code at any letter. Names of the first column stay on a line; a phone breaks at `<wbr>` only."""
     styles = re.sub(r"/\*.*?\*/", "", (ROOT / "docs" / "site.css").read_text(encoding="utf-8"), flags=re.DOTALL)
     assert yaml.safe_load(SITE)["extra_css"] == ["docs/site.css"] and "docs/site.css" in hooks().SHOWN
@@ -75,6 +75,7 @@ def test_tables_keep_names_whole() -> None:
     assert "word-break: normal" in rules[f"{code} code"] and "overflow-wrap: normal" in rules[f"{code} code"]
     assert "white-space: nowrap" in rules[f"{code} td:first-child code"]
     assert "display: none" in rules[f"{code} code wbr"]
+    assert re.search(r"min-width: 60em\) \{\s*\.md-typeset pre > code \{\s*white-space: pre-wrap;", styles)
 
 
 def test_names_in_cells_may_break_after_separators() -> None:
