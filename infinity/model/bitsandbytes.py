@@ -1,9 +1,9 @@
 """bitsandbytes' quantised layers, whose code keeps more of a weight than its Parameter.
 
 `Linear4bit` keeps a view of the weight for backward, on the context of its function, where saved-tensor hooks do not
-see it: it would hold the unit's buffer until backward. It gets the Parameter instead, which fetches its unit when it is
-used. `Linear8bitLt` keeps a second tensor over the weight's memory, and computes with it. Outside of the layer's
-forward, `Codes` replace it. Both assign a cast bias to `bias.data`, which a unit would have to store.
+see it: it would hold the unit's buffer until backward. `Linear8bitLt` keeps a second tensor over the weight's memory,
+and computes with it. `Codes` replace both outside of the layer's forward: they read the Parameter when they are used,
+which fetches its unit. Both layers assign a cast bias to `bias.data`, which a unit would have to store.
 """
 
 from __future__ import annotations
@@ -27,18 +27,24 @@ class Codes(torch.Tensor):
     """Stands for the values of a weight: each operation reads the Parameter, which fetches its unit."""
 
     _weight: nn.Parameter
+    _shape: torch.Size
 
     @classmethod
-    def of(cls, weight: nn.Parameter) -> Codes:
-        shape, device = tuple(weight.shape), weight.device
-        made: Any = torch.Tensor._make_subclass(cls, placeholder(shape, weight.dtype, device))
-        made._weight = weight
+    def of(cls, weight: nn.Parameter, shape: torch.Size | None = None) -> Codes:
+        """shape: of a contiguous view of the weight."""
+        shape, device = shape or weight.shape, weight.device
+        made: Any = torch.Tensor._make_subclass(cls, placeholder(tuple(shape), weight.dtype, device))
+        made._weight, made._shape = weight, shape
         return made  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(Codes, lambda codes: codes._weight.data, (args, kwargs or {}))
+        args, kwargs = tree_map_only(Codes, Codes._values, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+    def _values(self) -> torch.Tensor:
+        values = self._weight.data
+        return values if values.shape == self._shape else values.view(self._shape)
 
 
 _FUNCTION = "MatMul4BitBackward"
@@ -86,7 +92,7 @@ def follow(model: nn.Module) -> Iterator[Any]:
             yield module.register_forward_hook(partial(_hide_values, codes), always_call=True)
             yield _AtEnd(module, codes)
     for module in _layers(model, "Linear4bit"):
-        yield module.register_forward_hook(_keep_parameter)
+        yield module.register_forward_hook(_hold_no_view)
         yield _Unpacked(module)
     for module in (*_layers(model, "Linear4bit"), *_layers(model, "Linear8bitLt")):
         if getattr(module, "bias", None) is not None:
@@ -149,17 +155,21 @@ class _Unpacked:
         self._module.support_avx512bf16_for_cpu = self._before
 
 
-def _keep_parameter(module: nn.Module, args: Any, output: Any) -> None:
-    """Put the Parameter on the context of the function that made `output`. A forward hook."""
+def _hold_no_view(module: nn.Module, args: Any, output: Any) -> None:
+    """Let the function that made `output` refer to the Parameter, not to a view of its values. A forward hook."""
     node: Any = getattr(output, "grad_fn", None)
     for _ in range(_STEPS):
         if node is None or type(node).__name__ == _FUNCTION:
             break
         node = node.next_functions[0][0] if node.next_functions else None
+    if type(node).__name__ != _FUNCTION:
+        return
     weight: Any = module._parameters["weight"]
-    # The view has the shape (codes, 1), which a quantised weight has too.
-    if type(node).__name__ == _FUNCTION and getattr(node, "tensors", None) and weight.shape[1:] == (1,):
-        node.tensors = (None, weight if node.tensors[1] is not None else None)
+    # Releases differ in the view's shape, and backward looks at it: 0.49 keeps (1, codes), 0.50 (codes, 1).
+    if getattr(node, "is_empty", False):  # of an input without rows, such as an expert's without tokens
+        node.B = Codes.of(weight, node.B.shape)
+    elif (codes := getattr(node, "tensors", (None, None))[1]) is not None:
+        node.tensors = (None, Codes.of(weight, codes.shape))
 
 
 def _layers(model: nn.Module, kind: str) -> Iterator[Any]:
