@@ -31,7 +31,7 @@ class Headroom:
             return
         self._uses -= 1
         before, self._held = self._held, _private_bytes()
-        # Of this process alone: others may take and leave gigabytes in the meantime.
+        # The growth is this process's: others may take and leave gigabytes in the meantime.
         grown = self._held - before
         left, needed = available_memory(), max(_LEAST, grown)
         if left >= needed:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from infinity.engine.wiring import PlannedModel, plan_model
 from infinity.errors import OutOfMemoryError
 from infinity.tier_kind import TierKind
 from infinity.tiers.device import CpuDevice
+from support.advice import DEVICE, VALUE, followed
 from support.configs import engine_config
 from support.late_device import LateDevice
 from support.loops import open_engine, train
@@ -25,28 +23,10 @@ from support.models import Stack, seeded, token_batches
 
 PROCESS = 32 << 20
 """Bytes that `check_memory` keeps for the process."""
-_VALUE = re.compile(r'(?:set|and|,) infinity\.((?:\w+\.)*\w+) to ("[^"]*"|[\d.]+)')
-_DEVICE = re.compile(r"give ([\w, ]+?) the device (\w+) \(zero_optimization\)")
 
 
 def content_of(folder: Path, **options: Any) -> dict[str, Any]:
     return engine_config(folder=folder, **options).model_dump()
-
-
-def followed(content: dict[str, Any], advice: str, folder: Path) -> dict[str, Any]:
-    """Return `content` with the first change that `advice` names, as a user would write it."""
-    changed = deepcopy(content)
-    advice = advice.partition(", or ")[2] if advice.startswith("raise ") else advice
-    for sections, device in _DEVICE.findall(advice):
-        for section in sections.split(" and "):
-            changed["zero_optimization"][section] = {"device": device, "nvme_path": str(folder)}
-    for key, value in _VALUE.findall(advice):
-        *path, last = key.split(".")
-        section = changed.setdefault("infinity", {})
-        for name in path:
-            section = section[name]
-        section[last] = json.loads(value)
-    return changed
 
 
 def planned(content: dict[str, Any], device: Any) -> tuple[Config, PlannedModel]:
@@ -79,7 +59,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(share=st.floats(0.02, 0.999))
 def test_a_plan_fits_with_the_change_that_is_advised(
     options: dict[str, Any], late: bool, share: float, tmp_path: Path
@@ -92,14 +72,14 @@ def test_a_plan_fits_with_the_change_that_is_advised(
     advice = advice_of(content, device, available)
     assert advice is not None
     if "use a smaller model" in advice:
-        assert not _VALUE.search(advice) and not _DEVICE.search(advice)
+        assert not VALUE.search(advice) and not DEVICE.search(advice)
         return
     changed = followed(content, advice, tmp_path)
     assert changed != content
     assert advice_of(changed, device, available) is None, advice
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(share=st.floats(0.1, 0.999), options=st.sampled_from(OPTIONS[:5]))
 def test_an_engine_trains_within_a_budget_that_the_advice_made_fit(
     options: dict[str, Any], share: float, tmp_path: Path

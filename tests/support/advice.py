@@ -1,0 +1,28 @@
+"""Advice of an OutOfMemoryError and of `infinity plan`, followed as a user would."""
+
+from __future__ import annotations
+
+import json
+import re
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+VALUE = re.compile(r'(?:set|and|,) infinity\.((?:\w+\.)*\w+) to ("[^"]*"|[\d.]+)')
+DEVICE = re.compile(r"give ([\w, ]+?) the device (\w+) \(zero_optimization\)")
+
+
+def followed(content: dict[str, Any], advice: str, folder: Path) -> dict[str, Any]:
+    """Return `content` with the first change that `advice` names, as a user would write it."""
+    changed = deepcopy(content)
+    advice = advice.partition(", or ")[2] if advice.startswith("raise ") else advice
+    for sections, device in DEVICE.findall(advice):
+        for section in sections.split(" and "):
+            changed["zero_optimization"][section] = {"device": device, "nvme_path": str(folder)}
+    for key, value in VALUE.findall(advice):
+        *path, last = key.split(".")
+        section = changed.setdefault("infinity", {})
+        for name in path:
+            section = section[name]
+        section[last] = json.loads(value)
+    return changed
