@@ -110,7 +110,8 @@ def kept(config: Config, plan: Plan, ranks_per_node: int) -> Iterator[str]:
             kinds[state] = kinds.get(state, 0) + extent.nbytes * ranks_per_node
     for (key, tier, named), kinds in found.items():
         parts = [f"{show_bytes(nbytes)} of {_PLURALS[state]}" for state, nbytes in kinds.items()]
-        yield f"{key} keeps {' and '.join(parts)} {_PLACES[tier]} instead of {_PLACES[named]}"
+        listed = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+        yield f"{key} keeps {listed} {_PLACES[tier]} instead of {_PLACES[named]}"
 
 
 def _keeper(config: Config, tier: TierKind, state: State) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity.errors import ConfigError
 from infinity.nn import tile
@@ -19,7 +20,7 @@ from infinity.sim.gpt2 import PlannedModel, language_model
 _FORM = "--module takes FILE.py:FUNCTION"
 _NAME = "_infinity_planned"
 """Name in sys.modules of the user's file, where dataclasses and pickles look it up."""
-_OF_VALUES = ("meta tensor", "item()", "data-dependent", "DataDependent", "nonzero", "no data!")
+_OF_VALUES = ("meta tensor", "Meta tensor", "item()", "data-dependent", "DataDependent", "nonzero", "no data!")
 """Parts of torch's errors on the meta device for operations that need values."""
 
 
@@ -76,7 +77,8 @@ def check_forward(model: PlannedModel, option: str) -> None:
     option: of the command, for errors.
     """
     where = f"{option}: forward of {model.name} on the meta device"
-    output = _called(where, model.module, *model.inputs(1))
+    with _Ones():  # type: ignore[no-untyped-call]
+        output = _called(where, model.module, *model.inputs(1))
     found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     if found is None and isinstance(output, (tuple, list)) and output:
         found = output[0]
@@ -87,6 +89,17 @@ def check_forward(model: PlannedModel, option: str) -> None:
         )
     if not found.requires_grad:
         raise ConfigError(f"{where} returns a loss without gradients: leave some parameters trainable.")
+
+
+class _Ones(TorchDispatchMode):
+    """Makes the value of each tensor 1, as the simulator does: `if (mask == 0).all():` is true."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **(kwargs or {}))
 
 
 def _imported(file: Path, spec: str) -> ModuleType:
@@ -119,9 +132,7 @@ def _called(what: str, function: Callable[..., Any], *arguments: Any, device: st
         reason = f"{type(error).__name__}: {text:.300}" if text else type(error).__name__
         hint = ""
         if any(part in f"{type(error).__name__} {error}" for part in _OF_VALUES):
-            hint = (
-                ". A plan has shapes and no values: no operation or branch may depend on values, nor may weights load"
-            )
+            hint = ". A plan has shapes and no values: no shape may depend on values, and no weights may be loaded"
         raise ConfigError(f"{what} raises {reason}{hint}.") from error
     except SystemExit as error:
         raise ConfigError(f'{what} exits ({error.code}). Guard what trains by if __name__ == "__main__".') from error

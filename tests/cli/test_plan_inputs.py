@@ -1,0 +1,287 @@
+"""`infinity plan` with a config that a trainer fills, a module of the user's own, and several problems at once."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infinity
+from infinity.sizes import show_bytes
+from support.commands import refused, run
+
+DOCS = Path(__file__).parents[2] / "docs"
+SHAPE = (
+    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "256"),
+    *("--seq-length", "32", "--host-memory", "8GiB", "--nvme", "8GiB"),
+)
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+    },
+}
+"""Keys of the config in transformers' documentation."""
+
+
+def written(folder: Path, *sections: dict[str, Any], stage: int = 3, **param: Any) -> Path:
+    nvme = {"device": "nvme", "nvme_path": str(folder)}
+    zero = {
+        "stage": stage,
+        "offload_optimizer": nvme,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    }
+    if stage == 3:
+        zero["offload_param"] = nvme | param
+    content: dict[str, Any] = {"zero_optimization": zero}
+    for section in sections:
+        content |= section
+    file = folder / "ds_config.json"
+    file.write_text(json.dumps(content))
+    return file
+
+
+def planned(*options: Any) -> dict[str, Any]:
+    result = run("plan", *SHAPE, *options, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_auto_is_what_a_trainer_fills_in(stage: int, tmp_path: Path) -> None:
+    """The plan is that of the values which the output names, with DeepSpeed's defaults."""
+    found = planned("--config", written(tmp_path, AUTO, stage=stage))
+    assumed, rates = found.pop("notes")
+    for value in ("size_per_gpu 8", "accumulation_steps 1", "clipping 1.0", "bf16.enabled false"):
+        assert value in assumed
+    assert rates == '"auto" in optimizer.params and scheduler.params changes neither bytes nor seconds'
+    assert assumed in " ".join(run("plan", *SHAPE, "--config", tmp_path / "ds_config.json").stdout.split())
+    values = {
+        **AUTO,
+        **{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1},
+        **{"gradient_clipping": 1.0, "bf16": {"enabled": False}},
+    }
+    same = planned("--config", written(tmp_path, values, stage=stage))
+    assert {**same, "notes": None} == {**found, "notes": None}
+
+
+def test_a_batch_size_of_the_command_replaces_auto(tmp_path: Path) -> None:
+    file = written(tmp_path, AUTO)
+    found = planned("--config", file, "--batch-size", "2")
+    assert not any("train_micro_batch_size_per_gpu" in line for line in found["notes"])
+    assert 4 * found["tiers"]["host"]["activations"] == pytest.approx(
+        planned("--config", file)["tiers"]["host"]["activations"], rel=0.1
+    )
+
+
+def test_a_config_without_auto_assumes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "engine.json"
+    file.write_text(json.dumps({"train_batch_size": 2}))
+    assert planned("--config", file)["notes"] == []
+
+
+def test_problems_of_config_machine_and_model_come_at_once(tmp_path: Path) -> None:
+    file = written(tmp_path, {"gradient_clipping": "much", "unheard_of": 1})
+    options = ("--config", file, "--host-memory", "3x", "--nvme", "4y", "--endurance", "1PB", "--model", "/absent")
+    result = run("plan", *options)
+    lines = result.stderr.splitlines()
+    for text in (
+        "gradient_clipping",
+        "unheard_of",
+        "no batch size",
+        "--host-memory",
+        "--nvme",
+        "--endurance",
+        "/absent",
+    ):
+        assert [line for line in lines if f"{text}" in line.partition(". ")[0]], (text, lines)
+    assert result.exit_code == 2 and len(lines) == 7 and "or pass --batch-size" in result.stderr.lower()
+
+
+@pytest.mark.parametrize(
+    ("param", "infinity_keys", "key"),
+    [
+        ({"max_in_cpu": 1e5}, {}, "zero_optimization.offload_param.max_in_cpu 100000"),
+        ({}, {"memory": {"host_params": 100_000}}, "infinity.memory.host_params 100000"),
+        ({}, {"memory": {"host": "auto"}}, 'infinity.memory.host "auto"'),
+        ({}, {}, ""),
+    ],
+)
+def test_a_key_that_keeps_states_off_the_drive_has_a_line(
+    param: dict[str, Any], infinity_keys: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    found = planned("--config", written(tmp_path, {"train_batch_size": 2, "infinity": infinity_keys}, **param))
+    lines = [line for line in found["notes"] if " keeps " in line]
+    host = found["tiers"]["host"]
+    held = f"{show_bytes(host['params'])} of parameters"
+    if not key:
+        assert not lines and host["params"] == 0
+    else:
+        assert [line.split(" keeps ")[0] for line in lines] == [key] and host["params"] > 0
+        assert held in lines[0] and lines[0].endswith(" in host memory instead of on nvme")
+
+
+def test_one_rank_does_not_wait_for_reduce(tmp_path: Path) -> None:
+    """Sums and norms of its gradients are not reduced with others."""
+    file = written(tmp_path, AUTO)
+    slow = json.loads((DOCS / "links.json").read_text()) | {"memory": 1e8}
+    (tmp_path / "links.json").write_text(json.dumps(slow))
+    shown = run("plan", *SHAPE, "--config", file, "--bandwidths", tmp_path / "links.json").stdout
+    assert "waits for sums and norms of gradients" in shown and "reduce" not in shown
+
+
+# -- a module of the user's own ----------------------------------------------------------------------------------------
+
+OWN = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).relu()
+        return x.square().mean()
+
+class Depends(Net):
+    def forward(self, x):
+        return super().forward(x[x.sum(1) > 0])
+
+class Vector(Net):
+    def forward(self, x):
+        return x * self.blocks[0].weight
+
+class Raises(Net):
+    def forward(self, x):
+        return super().forward(x[:, :3])
+
+def inputs(batch):
+    return torch.randn(batch, 64)
+
+def build():
+    return Net(), inputs
+
+def depends(): return Depends(), inputs
+def vector(): return Vector(), inputs
+def raises(): return Raises(), inputs
+def alone(): return Net()
+def nothing(): pass
+def on_cpu(): return Net().to_empty(device="cpu"), inputs
+def wrong_inputs(): return Net(), lambda batch: absent
+def no_inputs(): return Net(), 3
+def frozen(): return Net().requires_grad_(False), inputs
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    return file
+
+
+def test_a_module_of_ones_own_has_the_plan_of_its_engine(own: Path, tmp_path: Path) -> None:
+    """Bytes of states and buffers are those that the engine says it holds, in its words."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = {
+        "train_batch_size": 2,
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": nvme},
+    }
+    file = tmp_path / "engine.json"
+    file.write_text(json.dumps(config))
+    options = ("--module", f"{own}:build", "--config", file, "--host-memory", "8GiB", "--nvme", "8GiB", "--json")
+    result = run("plan", *options)
+    assert result.exit_code == 0, result.output
+    host = json.loads(result.stdout)["tiers"]["host"]
+    made: dict[str, Any] = {}
+    exec(OWN, made)
+    with infinity.initialize(model=made["Net"](), config=config)[0] as engine:
+        (line,) = (line for line in engine.describe().splitlines() if line.startswith("this rank holds"))
+    assert f"in host memory ({show_bytes(host['params'])} params, {show_bytes(host['buffers'])} buffers), " in line
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("absent", "has no function absent"),
+        ("depends", "no shape may depend on values"),
+        ("vector", "returns a tensor of shape (64, 64). Return the loss, a scalar"),
+        ("raises", "forward of Raises on the meta device raises RuntimeError: "),
+        ("alone", "alone() returns Net without inputs. Return (module, inputs)"),
+        ("nothing", "nothing() returns None. Return (module, inputs)"),
+        ("on_cpu", "blocks.0.weight is on cpu, not on the meta device"),
+        ("wrong_inputs", "inputs(1) raises NameError: name 'absent' is not defined"),
+        ("no_inputs", "the second value of no_inputs() is int. Return a function"),
+        ("frozen", "returns a loss without gradients"),
+        ("not a name", "--module takes FILE.py:FUNCTION"),
+    ],
+)
+def test_a_module_that_cannot_be_planned_is_named(name: str, text: str, own: Path) -> None:
+    refused(1, text, "plan", "--module", f"{own}:{name}")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("import absent_package", "raises ModuleNotFoundError: No module named 'absent_package'"),
+        ("raise SystemExit(3)", 'exits (3). Guard what trains by if __name__ == "__main__"'),
+        ("def build(:", "raises SyntaxError"),
+    ],
+)
+def test_a_file_that_cannot_be_run_is_named(content: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(content)
+    refused(1, text, "plan", "--module", f"{tmp_path / 'own.py'}:build")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--model", "/absent"), "--model and --module both describe the model"),
+        (("--max-model",), "--module describes the shape"),
+        (("--seq-length", "3"), "--seq-length: build() decides on it"),
+        (("--checkpoint-activations",), "--checkpoint-activations: build() decides on it"),
+    ],
+)
+def test_options_that_do_not_go_with_a_module(options: tuple[str, ...], text: str, own: Path) -> None:
+    refused(1, text, "plan", "--module", f"{own}:build", *options)
+
+
+def test_a_language_model_alone_gets_tokens(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "llama.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "def build():\n"
+        "    return LlamaForCausalLM(LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2,\n"
+        "        num_attention_heads=4, vocab_size=256, max_position_embeddings=64))\n"
+    )
+    memory = ("--host-memory", "8GiB", "--nvme", "8GiB")
+    results = [
+        json.loads(run("plan", "--module", f"{tmp_path / 'llama.py'}:build", *memory, *more, "--json").stdout)
+        for more in ((), ("--seq-length", "32"))
+    ]
+    whole, half = (found["tiers"]["host"]["activations"] for found in results)
+    assert whole > 1.5 * half > 0
+
+
+def test_the_example_of_the_page_is_planned(tmp_path: Path) -> None:
+    page = (DOCS / "plan.md").read_text()
+    section = page.partition("## A module of your own")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+    (tmp_path / "net.py").write_text(code)
+    result = run("plan", "--module", f"{tmp_path / 'net.py'}:build", "--host-memory", "8GiB", "--nvme", "8GiB")
+    assert result.exit_code == 0 and "It fits." in result.stdout, result.output
