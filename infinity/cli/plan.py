@@ -104,7 +104,7 @@ class Flags:
 
 @dataclass(frozen=True)
 class _Job:
-    """What the options describe, without problems."""
+    """Job that the options describe, without problems."""
 
     shape: GPT2Config
     make: Callable[[], PlannedModel]

@@ -14,6 +14,7 @@ from infinity.sizes import counted, show_bytes
 from infinity.tier_kind import TierKind
 
 _HEAD = ("unit", "parameters", "dtype", "param", "gradient", "master and moments")
+_KINDS = {State.PARAM: "params", State.GRAD: "gradients", State.OPTIM: "optimizer"}
 _ON_ARRIVAL, _NOWHERE = "on arrival", "-"
 _BLOCK = re.compile(r"(?P<before>(?:[^.]+\.)*?)(?P<number>\d+)(?:\.(?P<inner>.+))?$")
 """Path of a unit in a repeated block: `model.layers.` 0 `mlp`."""
@@ -41,25 +42,53 @@ def describe(plan: Plan) -> str:
         purpose += f", of {counted(len(plan.in_forward), 'unit')} in the next forward"
     if plan.in_place:
         purpose += f", {counted(len(plan.in_place), 'unit')} in place"
-    held = plan.nbytes()
     meanwhile = "".join(
-        f"; up to {show_bytes(more)} more on {tier} while gradients wait, as in the first step"
+        f"; up to {show_bytes(more)} more {_where(plan, tier)} while gradients wait, as in the first step"
         for tier, more in plan.passing.items()
     )
     if plan.step_nbytes:
-        meanwhile += f"; up to {show_bytes(plan.step_nbytes)} more on device while the optimizer updates a parameter"
+        where = _where(plan, TierKind.DEVICE)
+        meanwhile += f"; up to {show_bytes(plan.step_nbytes)} more {where} while the optimizer updates a parameter"
     return "\n".join(
         [
             *lines,
             "",
             f"{counted(len(plan.units), 'unit')}, {total:,} parameters{ranks}; {purpose}",
-            "this rank holds " + ", ".join(f"{show_bytes(held[tier])} on {tier}" for tier in TierKind) + meanwhile,
+            f"this rank holds {', '.join(_held(plan))}{meanwhile}",
             *_activations(plan),
             *_stripe(plan),
             *_durable(plan),
             *_drafts(plan),
         ]
     )
+
+
+def _held(plan: Plan) -> Iterator[str]:
+    """Yield the bytes of each memory; of device and host, those of each kind, in the words of `infinity plan`."""
+    held: dict[str, int] = {}
+    kinds: dict[str, dict[str, int]] = {}
+    for tier, nbytes in plan.nbytes().items():
+        where = _where(plan, tier)
+        held[where] = held.get(where, 0) + nbytes
+        kinds[where] = dict.fromkeys((*_KINDS.values(), "buffers"), 0)
+    for extents in (plan.placement.extents, plan.placement.spares):
+        for (_, state), extent in extents.items():
+            kinds[_where(plan, extent.tier)][_KINDS[state]] += extent.nbytes
+    for pool in plan.pools:
+        kinds[_where(plan, pool.tier)]["buffers"] += pool.nbytes
+    for where, nbytes in held.items():
+        parts = {kind: part for kind, part in kinds[where].items() if part and where != f"on {TierKind.NVME}"}
+        listed = ", ".join(f"{show_bytes(part)} {kind}" for kind, part in parts.items())
+        yield f"{show_bytes(nbytes)} {where}" + (
+            f" ({listed if len(parts) > 1 else next(iter(parts))})" if parts else ""
+        )
+
+
+def _where(plan: Plan, tier: TierKind) -> str:
+    """Return the memory of a tier. The device's is the host's if the host computes."""
+    if plan.device.type == "cpu" and tier.in_memory:
+        return "in host memory"
+    return f"on {tier}"
 
 
 def _activations(plan: Plan) -> Iterator[str]:

@@ -113,7 +113,7 @@ def test_the_limit_of_memory_counts_them(tmp_path: Path) -> None:
     with opened() as engine:
         plan = engine.parts.plan
     needed = plan.peak_of_host()
-    assert plan.step_nbytes > 0 and "more on device while the optimizer updates a parameter" in describe(plan)
+    assert plan.step_nbytes > 0 and "more in host memory while the optimizer updates a parameter" in describe(plan)
     with opened(memory={"host": needed}):
         pass
     with pytest.raises(OutOfMemoryError, match=r"too little host memory"):
