@@ -1,6 +1,6 @@
 """DeepSpeed's own unit tests, run against infinity.deepspeed on the CPU with gloo.
 
-    git clone https://github.com/deepspeedai/DeepSpeed && git -C DeepSpeed checkout edaa722  # version 0.19.6
+    git clone https://github.com/deepspeedai/DeepSpeed && git -C DeepSpeed checkout edaa722  # before 0.19.8
     python bench/deepspeed_unit_tests.py --deepspeed DeepSpeed
     python bench/deepspeed_unit_tests.py --deepspeed DeepSpeed --only v1/zero                # one folder
 

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+import torch
+
+from infinity.plan.formats import MASTERS, StateFormat
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
@@ -43,7 +46,7 @@ def describe(plan: Plan) -> str:
     if plan.in_place:
         purpose += f", {counted(len(plan.in_place), 'unit')} in place"
     meanwhile = "".join(
-        f"; up to {show_bytes(more)} more {_where(plan, tier)} while gradients wait, as in the first step"
+        f"; in the first steps, stored gradients take up to {show_bytes(more)} more {_where(plan, tier)}"
         for tier, more in plan.passing.items()
     )
     if plan.step_nbytes:
@@ -55,12 +58,31 @@ def describe(plan: Plan) -> str:
             "",
             f"{counted(len(plan.units), 'unit')}, {total:,} parameters{ranks}; {purpose}",
             f"this rank holds {', '.join(_held(plan))}{meanwhile}",
+            *_plain(plan),
             *_activations(plan),
             *_stripe(plan),
             *_durable(plan),
             *_drafts(plan),
         ]
     )
+
+
+def _plain(plan: Plan) -> Iterator[str]:
+    """Yield the bytes of states that a loop without an engine holds on every rank: parameters, gradients, fp32 masters
+    of 16-bit parameters, and fp32 moments. Rules in Python have states of their own, which are not known here.
+    """
+    nbytes = 0
+    for layout in plan.units:
+        if layout.windows:
+            return
+        form = plan.policy.states(layout) if layout.trainable and plan.update is not None else None
+        each = layout.dtype.itemsize
+        if isinstance(form, StateFormat):
+            moments = sum(kind.per == 1 and kind.name not in MASTERS for kind in form.states)
+            each = 2 * torch.float32.itemsize + moments * torch.float32.itemsize
+        nbytes += layout.parameter_numel * each
+    states = "parameters, gradients and optimizer states" if plan.update is not None else "parameters"
+    yield f"a plain PyTorch loop holds {show_bytes(nbytes)} of {states} in memory"
 
 
 def _held(plan: Plan) -> Iterator[str]:

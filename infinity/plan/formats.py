@@ -23,6 +23,8 @@ BLOCK = 256
 FORMATS: dict[MomentFormat, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 """Format of moments → dtype of their values or codes."""
 
+MASTERS = ("remainder", "master")
+"""States from which the fp32 master of a 16-bit parameter follows."""
 MasterFormat = Literal["remainder", "fp32"]
 T = TypeVar("T")
 
@@ -102,9 +104,9 @@ def state_format(dtype: torch.dtype, master: MasterFormat, rule: RuleName, momen
     """
     kept: tuple[StateKind, ...] = ()
     if dtype == torch.bfloat16 and master == "remainder":
-        kept = (StateKind("remainder", torch.int16),)
+        kept = (StateKind(MASTERS[0], torch.int16),)
     elif dtype != torch.float32:
-        kept = (StateKind("master", torch.float32),)
+        kept = (StateKind(MASTERS[1], torch.float32),)
     return StateFormat((*kept, *moment_kinds(rule, moments)))
 
 

@@ -182,7 +182,7 @@ def test_the_disk_holds_no_gradients_after_three_steps(stage: int, late: bool, t
         grads = sum(size_of(plan, unit.index) for unit in engine.units)
         least, most = plan.nbytes()["nvme"], plan.peak_nbytes()["nvme"]
         assert most - least == plan.passing["nvme"] == grads
-        assert "more on nvme while gradients wait" in engine.describe()
+        assert "stored gradients take up to" in engine.describe()
         assert on_disk(tmp_path) == most
         losses = []
         for number, inputs in enumerate(batches):
