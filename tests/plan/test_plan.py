@@ -321,7 +321,7 @@ def test_any_prefetch_holds_a_unit(tmp_path: Path, asked: int | str, units: int)
     assert plan.prefetch_bytes == units * max(unit.nbytes for unit in plan.units)
 
 
-def test_a_llama_of_7b_takes_eight_lines(tmp_path: Path) -> None:
+def test_a_llama_of_7b_takes_ten_lines(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig())
@@ -329,7 +329,7 @@ def test_a_llama_of_7b_takes_eight_lines(tmp_path: Path) -> None:
     config = engine_config(folder=tmp_path, bf16=True, unit_size="64MiB", debug=False)
     plan = plan_model(model, config, [{"params": list(model.parameters())}], device, Communicator(device)).plan
     text = describe(plan)
-    assert "model.layers.0 … 31 (32 alike)" in text and len(text.splitlines()) <= 9
+    assert "model.layers.0 … 31 (32 alike)" in text and len(text.splitlines()) <= 10
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
