@@ -1,7 +1,7 @@
 """Trains a small model on every rank of a job, saves checkpoints, and goes on from the last one.
 
-    sbatch examples/slurm/train.sbatch --checkpoints /shared/checkpoints
-    torchrun --nproc-per-node 2 examples/slurm/train.py --checkpoints checkpoints
+sbatch examples/slurm/train.sbatch --checkpoints /shared/checkpoints
+torchrun --nproc-per-node 2 examples/slurm/train.py --checkpoints checkpoints
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def main() -> None:
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(4)]
-    model = nn.Sequential(*blocks, nn.Linear(128, 1))
+    blocks = [nn.Sequential(nn.LayerNorm(256), nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(8)]
+    model = nn.Sequential(*blocks, nn.Linear(256, 1))
     engine, *_ = infinity.initialize(model=model, config=config(args.nvme_path, args.host_memory))
     with engine:
         if (args.checkpoints / "latest").exists():
@@ -60,7 +60,7 @@ def main() -> None:
         while engine.global_steps < args.steps and not stop:
             # Each rank's own part of the data, by the number of the step: the same after a restart.
             generator = torch.Generator().manual_seed(engine.global_steps * ranks + rank)
-            inputs = torch.randn(16, 128, generator=generator).to(engine.device)
+            inputs = torch.randn(16, 256, generator=generator).to(engine.device)
             loss = nn.functional.mse_loss(engine(inputs), inputs[:, :8].sum(1, keepdim=True))
             engine.backward(loss)
             engine.step()
