@@ -3,7 +3,8 @@
 `Linear4bit` keeps a view of the weight for backward, on the context of its function, where saved-tensor hooks do not
 see it: it would hold the unit's buffer until backward. `Linear8bitLt` keeps a second tensor over the weight's memory,
 and computes with it. `Codes` replace both outside of the layer's forward: they read the Parameter when they are used,
-which fetches its unit. Both layers assign a cast bias to `bias.data`, which a unit would have to store.
+which fetches its unit. Both layers assign a cast bias to `bias.data`, which a unit would have to store, and put views
+of codes and scales, which are in several units, into a `state_dict`.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def follow(model: nn.Module) -> Iterator[Any]:
         yield module.register_forward_hook(_hold_no_view)
         yield _Unpacked(module)
     for module in (*_layers(model, "Linear4bit"), *_layers(model, "Linear8bitLt")):
+        yield _CopiedStates(module)
         if getattr(module, "bias", None) is not None:
             yield module.register_forward_pre_hook(_lend_bias)
             yield module.register_forward_hook(_take_bias, always_call=True)
@@ -153,6 +155,28 @@ class _Unpacked:
 
     def remove(self) -> None:
         self._module.support_avx512bf16_for_cpu = self._before
+
+
+class _CopiedStates:
+    """Lets a layer put copies of codes and scales into a `state_dict`, each before another unit is fetched."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, save = module, module._save_to_state_dict
+
+        def save_copies(destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+            save(copies := _Copies(), prefix, keep_vars)
+            destination.update(copies)
+
+        module._save_to_state_dict = save_copies
+
+    def remove(self) -> None:
+        del self._module._save_to_state_dict
+
+
+class _Copies(dict[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        is_view = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)  # Parameters: keep_vars=True
+        super().__setitem__(key, value.clone() if is_view else value)
 
 
 def _hold_no_view(module: nn.Module, args: Any, output: Any) -> None:

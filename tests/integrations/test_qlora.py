@@ -65,7 +65,7 @@ def adapted(folder: Path, dtype: torch.dtype, checkpointing: str, bits: int) -> 
 def test_a_loop_keeps_no_buffer(
     built: str, tier: str, dtype: torch.dtype, checkpointing: str, bits: int, folder: Path, tmp_path: Path
 ) -> None:
-    """Steps, an evaluation and a generation of text, where every unit leaves its buffer after its use."""
+    """Steps, an evaluation, a generation of text and a state_dict, where every unit leaves its buffer after its use."""
     config = engine_config(tier, tier, folder=tmp_path, bf16=dtype == torch.bfloat16, prefetch_bytes=0, unit_size=1)
     make = partial(adapted, folder, dtype, checkpointing, bits)
     if built == "under Init":
@@ -86,8 +86,13 @@ def test_a_loop_keeps_no_buffer(
                     engine(input_ids=TOKENS, labels=TOKENS)
                     model.generate(input_ids=TOKENS[:, :4], max_new_tokens=2, do_sample=False)
                 engine.train()
+        saved = model.state_dict()
+        model.save_pretrained(tmp_path / "adapter")
         assert not engine.parts.store.kept.warned
         assert losses[-1] < losses[0]
+    expected = make().state_dict()
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], value) for name, value in expected.items() if "lora" not in name)
 
 
 class Experts(nn.Module):
