@@ -238,7 +238,7 @@ class Repeated(nn.Module):
 
 @pytest.mark.parametrize("options", [{}, {"moments": "8bit"}, {"optimizer": "Lion"}], ids=str)
 def test_the_bytes_of_a_plain_loop_are_those_that_it_holds(options: dict[str, Any], tmp_path: Path) -> None:
-    """Of parameters, gradients and moments in fp32, frozen parameters included."""
+    """Parameters, gradients and moments in fp32; frozen parameters have neither of the latter."""
     model = seeded(Stack)
     model.embedding.requires_grad_(False)
     config, seam = engine_config(folder=tmp_path, **options), CpuDevice()

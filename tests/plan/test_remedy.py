@@ -84,7 +84,7 @@ def test_a_plan_fits_with_the_change_that_is_advised(
 def test_an_engine_trains_within_a_budget_that_the_advice_made_fit(
     options: dict[str, Any], share: float, tmp_path: Path
 ) -> None:
-    """What is advised runs, in the budget, with the losses of the engine without it."""
+    """An engine with the advised change runs in the budget, with the losses of one without it."""
 
     def losses(content: dict[str, Any]) -> list[float]:
         with open_engine(seeded(Stack), Config.load(content)) as engine:

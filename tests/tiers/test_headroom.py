@@ -55,7 +55,7 @@ def test_a_first_forward_that_memory_does_not_hold_ends_in_an_error_that_names_t
 
 
 def test_what_the_last_unit_took_has_to_be_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this process alone: what another one takes meanwhile is no growth of a unit."""
+    """Growth is that of this process: what another one takes meanwhile is no growth of a unit."""
     held, left = [0], [1000 * MIB]
     monkeypatch.setattr(headroom, "_private_bytes", lambda: held[0])
     monkeypatch.setattr(headroom, "available_memory", lambda: left[0])
