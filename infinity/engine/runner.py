@@ -21,9 +21,6 @@ from infinity.units.edits import Edits
 from infinity.units.store import UnitStore
 from infinity.units.unit import Residency, Unit
 
-_WATCHED_PASSES = 3
-"""Passes through the units in which host memory is checked: forward, recomputation and backward of the first batch."""
-
 
 class Runner:
     """Runs the units of an engine for inference. `TrainingRunner` adds gradients and updates.
@@ -38,7 +35,7 @@ class Runner:
         self.scope = scope
         self.recorder = device.recorder
         self._device = device
-        self._headroom = device.headroom(_WATCHED_PASSES * len(store.units))
+        self._headroom = device.headroom()
         self._ranks = ranks
         for unit in store.units:
             residents.add_parameters(unit, self)

@@ -177,8 +177,8 @@ class SimulatedDevice(Device):
     def poison(self, buffer: torch.Tensor) -> None:
         """Released buffers hold nothing."""
 
-    def headroom(self, uses: int) -> Headroom:
-        return Headroom(0)  # no memory is taken
+    def headroom(self) -> Headroom:
+        return Headroom(watches=False)  # no memory is taken
 
     def available_bytes(self) -> int:
         return self._facts.nbytes

@@ -50,7 +50,7 @@ def _left_by_limits(root: Path) -> Iterator[int]:
         limit, usage = _number(folder / limit_name), _number(folder / usage_name)
         # Each ancestor's limit holds, too, so all groups are read and the least is taken.
         if limit is not None and usage is not None:
-            yield max(0, limit - usage + _cache(folder / "memory.stat"))
+            yield max(0, limit - usage + _cache(folder / "memory.stat", root))
 
 
 def _left_by_addresses(root: Path) -> Iterator[int]:
@@ -91,13 +91,23 @@ def _number(path: Path) -> int | None:
         return None
 
 
-def _cache(stat: Path) -> int:
-    """Return the bytes of file pages that the kernel reclaims when memory is short."""
+def _cache(stat: Path, root: Path) -> int:
+    """Return the bytes of file pages that the kernel reclaims when memory is short.
+
+    Those that this process maps, such as its libraries, are active and not counted.
+    """
     try:
         found = dict(line.split(" ", 1) for line in stat.read_text().splitlines())
     except (OSError, ValueError):
         return 0
-    return int(found.get("total_inactive_file", found.get("inactive_file", 0)))
+    inactive, active = (
+        int(found.get(f"total_{kind}_file", found.get(f"{kind}_file", 0))) for kind in ("inactive", "active")
+    )
+    try:
+        mapped = int((root / "proc/self/statm").read_text().split()[2]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        mapped = active
+    return inactive + max(0, active - mapped)
 
 
 def cache_bytes(root: Path = Path("/sys/devices/system/cpu")) -> int:
