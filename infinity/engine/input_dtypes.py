@@ -6,6 +6,7 @@ Nothing is checked before the forward, since a model may cast its inputs itself.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -62,7 +63,9 @@ class InputDtypes:
                 text = str(error)
                 if isinstance(error, InfinityError) or _UNSUPPORTED in text or not _ABOUT_DTYPES.search(text):
                     raise
-                found = self._others(args, kwargs)
+                if isinstance(error, ValueError) and not _is_from_torch(error):
+                    raise
+                found = [each for each in self._others(args, kwargs) if _NAMES[each[1]].search(text)]
                 if not found:
                     raise
                 # Without a name: a variable of this frame would keep the error, which keeps the frame.
@@ -98,6 +101,26 @@ def _floats(arguments: tuple[Any, ...] | dict[str, Any]) -> Iterator[tuple[str, 
             first = path[0]
             name = first.idx if isinstance(first, SequenceKey) else repr(getattr(first, "key", ""))
             yield f"{name}{keystr(path[1:])}", leaf.dtype
+
+
+_NAMES = defaultdict(
+    lambda: re.compile("(?!)"),
+    {
+        torch.float32: re.compile(r"\bfloat(32)?\b", re.IGNORECASE),
+        torch.float64: re.compile(r"\b(double|float64)\b", re.IGNORECASE),
+        torch.float16: re.compile(r"\b(half|float16)\b", re.IGNORECASE),
+        torch.bfloat16: re.compile(r"\bbfloat16\b", re.IGNORECASE),
+    },
+)
+"""Dtype → its names in torch's errors, which name both dtypes. An input of a third one has no part in an error."""
+
+
+def _is_from_torch(error: Exception) -> bool:
+    """Return whether Python code of torch raised the error, and not the model's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -71,7 +71,7 @@ def test_errors_of_layers_name_the_input(layer: str, section: str, dtype: str) -
         (False, ({"a": [X]},), {}, "input 0['a'][0] is float32"),
         (False, (), {"x": X}, "input 'x' is float32, and the model computes in bfloat16. Pass it in that dtype, "),
         (True, (), {"x": {"a": X}}, "input 'x'['a'] is float32, and the model computes in bfloat16. Pass it in that "),
-        (False, (X,), {"mask": X.double()}, "input 0 is float32, input 'mask' is float64, and the model computes in "),
+        (False, (X,), {"mask": X.double()}, "input 0 is float32, and the model computes in "),
         (False, (X,), {"mask": X}, "Pass them in that dtype, or set bf16.auto_cast to true, which casts positional "),
         (False, ([X] * 5,), {}, "input 0[2] is float32, 2 more differ, and the model"),
         (False, (X, ), {"ids": torch.arange(3)}, "input 0 is float32, and the model"),
@@ -115,3 +115,25 @@ def test_inference_names_the_input(config: dict[str, Any]) -> None:
     advised = {"bf16": {"enabled": True, "auto_cast": True}}
     with infinity.init_inference(seeded(Model), advised, dtype=dtype) as engine:
         assert engine(X).dtype == torch.bfloat16
+
+
+def test_an_error_of_the_model_about_something_else_passes_unchanged() -> None:
+    """Its own ValueError, and an operation on a dtype that no input has."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+            if kind == "own":
+                raise ValueError("this dtype is not supported here")
+            h: torch.Tensor = self.layer(x.to(self.layer.weight.dtype))
+            return h @ torch.ones(4, 4, dtype=torch.float64)
+
+    with opened(model=Own) as engine:
+        with pytest.raises(ValueError, match="this dtype is not supported here"):
+            engine(torch.ones(2, 4), "own")
+        with pytest.raises(RuntimeError, match="double|Double") as caught:
+            engine(torch.ones(2, 4), "product")
+        assert type(caught.value) is RuntimeError
