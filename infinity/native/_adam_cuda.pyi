@@ -1,4 +1,4 @@
-"""Optimizer steps over flat arrays in a CUDA device's memory (native, `csrc/adam/cuda/`). Built if nvcc is found.
+"""Optimizer steps over flat arrays in a CUDA device's memory (native, `csrc/adam/cuda/`). Built for a torch with CUDA.
 
 The functions are those of `infinity.native._adam`, with the same arguments, definitions and bits, except: arrays are
 passed as device addresses, `device` is the device's number, and `stream` is its cudaStream_t as an integer (0: the

@@ -17,7 +17,7 @@ def why_not() -> str:
     try:
         import infinity.native._adam_cuda as native
     except ModuleNotFoundError:
-        return "this build has no CUDA kernels (nvcc was not found when it was built)"
+        return "this build has no CUDA kernels (built without nvcc, without torch's CUDA, or with INFINITY_CUDA=OFF)"
     except ImportError as error:
         return f"the CUDA kernels do not load: {error}"
     if reason := native.refusal():

@@ -4,7 +4,7 @@ The functions of `infinity.optim.cpu_adam`, with the same bits, for contiguous t
 on the device's current stream and do not synchronise. As with torch's own operations, the caller must keep memory alive
 that other streams use (`Tensor.record_stream`).
 
-The kernels are built only if nvcc is found: see `available()` and `why_not()`.
+The kernels are built only for a torch with CUDA: see `available()` and `why_not()`.
 """
 
 from __future__ import annotations

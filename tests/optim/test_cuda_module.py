@@ -46,7 +46,7 @@ def test_without_a_gpu_a_call_is_an_error_in_cudas_words() -> None:
 def test_a_build_without_them_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "infinity.native._adam_cuda", None)
     monkeypatch.delattr(infinity.native, "_adam_cuda", raising=False)
-    reason = "this build has no CUDA kernels (nvcc was not found when it was built)"
+    reason = "this build has no CUDA kernels (built without nvcc, without torch's CUDA, or with INFINITY_CUDA=OFF)"
     assert cuda_adam.why_not() == reason and not cuda_adam.available()
     assert collect()["cuda"]["own kernels"] == f"{reason}; torch's fused AdamW updates on CUDA devices"
 
