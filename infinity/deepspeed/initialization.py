@@ -33,11 +33,12 @@ from infinity.deepspeed.zero_init import outside_of_init
 from infinity.engine import schedules
 from infinity.engine.arguments import add_config_arguments, check_mpu, config_source
 from infinity.engine.base import open_engines
+from infinity.engine.describe import summarize
 from infinity.engine.inference import InferenceEngine
 from infinity.engine.optimizer.unit_optimizer import ParamGroups
 from infinity.engine.training import TrainingEngine
 from infinity.errors import ConfigError, ModelError
-from infinity.observe.log import logger, show_by_default
+from infinity.observe.log import log_summary, logger, show_by_default
 from infinity.units.compiled import uncompiled
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ def initialize(
     except BaseException:
         engine.close()
         raise
+    if engine.ranks.is_main_rank:
+        log_summary(f"states of {type(uncompiled(model)).__name__}\n{summarize(engine.parts.plan)}")
     forget(model.parameters())
     if wrapped.zero_optimization_partition_weights():
         answer(engine)

@@ -36,6 +36,11 @@ def describe(plan: Plan) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join([*lines, "", summarize(plan)])
+
+
+def summarize(plan: Plan) -> str:
+    """Return the lines below the table: units, parameters and update, and the bytes in each memory."""
     total = sum(layout.parameter_numel for layout in plan.units)
     ranks = f", stage {plan.stage} over {plan.ranks.size} ranks" if plan.ranks.size > 1 else ""
     if plan.ranks.model_parallel > 1:
@@ -54,8 +59,6 @@ def describe(plan: Plan) -> str:
         meanwhile += f"; up to {show_bytes(plan.step_nbytes)} more {where} while the optimizer updates a parameter"
     return "\n".join(
         [
-            *lines,
-            "",
             f"{counted(len(plan.units), 'unit')}, {total:,} parameters{ranks}; {purpose}",
             f"this rank holds {', '.join(_held(plan))}{meanwhile}",
             *_plain(plan),

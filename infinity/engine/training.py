@@ -312,7 +312,7 @@ class TrainingEngine(CheckpointingEngine):
             with uninterrupted():  # the scheduler advances with the update, whenever Ctrl-C arrives
                 self.optimizer.step()
                 rate = self.optimizer.param_groups[0]["lr"]
-                self._log.step(self.global_steps, self._loss, rate, self._grad_norm.known)
+                self._log.step(self.global_steps, self._loss, rate, self._grad_norm.read)
                 if self.lr_scheduler is not None and self.skipped_steps == skipped:
                     self.lr_scheduler.step(**arguments)
                 if durable is not None:

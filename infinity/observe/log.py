@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -24,6 +25,15 @@ def show_by_default() -> None:
         logger.setLevel(logging.INFO)
 
 
+def log_summary(text: str) -> None:
+    """Log `text` as information if the logger shows warnings but no information.
+
+    transformers' Trainer sets this level by default. A level of errors keeps the logger silent.
+    """
+    if logger.isEnabledFor(logging.WARNING) and not logger.isEnabledFor(logging.INFO):
+        logger.handle(logger.makeRecord(logger.name, logging.INFO, __file__, 0, text, (), None))
+
+
 _FULL = 3
 """Steps after which memory has been used as in all later ones: the first ones store gradients that others do not."""
 
@@ -37,13 +47,14 @@ class StepLog:
         self._said = ledger.snapshot()
         self._steps = 0
 
-    def step(self, number: int, loss: torch.Tensor, lr: float, norm: float | None) -> None:
-        """Step `number` is done; `loss` is that of its last micro-batch on this rank."""
+    def step(self, number: int, loss: torch.Tensor, lr: float, grad_norm: Callable[[], float | None]) -> None:
+        """Step `number` is done; `loss` is that of its last micro-batch on this rank. grad_norm: called for a line."""
         self._steps += 1
         if self._every and self._steps == _FULL and (line := self._ledger.spare()):
             logger.info("%s", line)
         if not self._every or number % self._every:
             return
+        norm = grad_norm()
         now = self._ledger.snapshot()
         since, self._said = now - self._said, now
         logger.info(

@@ -119,6 +119,20 @@ def test_initialize_logs_deepspeeds_line_of_the_version(opens: Opens, caplog: py
     assert f"DeepSpeed info: version={deepspeed.__version__}" in caplog.text
 
 
+def test_initialize_sums_up_the_states_where_only_warnings_are_shown(
+    opens: Opens, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers' Trainer shows no more by default. The details at level INFO have the same lines."""
+    with caplog.at_level(logging.WARNING, logger=deepspeed.logger.name):
+        caplog.handler.setLevel(logging.NOTSET)
+        engine = opens(3)
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
+    name, *lines = caplog.messages[0].splitlines()
+    assert name == f"states of {type(engine.module).__name__}"
+    assert any(line.startswith("this rank holds ") for line in lines)
+    assert engine.training_engine.describe().endswith("\n\n" + "\n".join(lines))
+
+
 def test_files_of_a_checkpoint_hold_its_stage_and_client_state(opens: Opens, tmp_path: Path) -> None:
     """Both are read as in DeepSpeed's folders, in which the files are DeepSpeed's own, in the order of ranks."""
     engine = opens(3)

@@ -98,7 +98,8 @@ def clipping(folder: Path) -> Any:
 
 
 def no_clipping(folder: Path) -> Any:
-    return [trained(trainer(folder, config, max_grad_norm=0)) for config in (None, auto(2), auto(3, False))]
+    configs = (None, auto(2), auto(3, False), on_nvme(folder))
+    return [trained(trainer(folder, config, max_grad_norm=0)) for config in configs]
 
 
 def public_configs(folder: Path) -> Any:

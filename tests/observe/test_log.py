@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from infinity.observe.ledger import Snapshot
-from infinity.observe.log import StepLog
+from infinity.observe.log import StepLog, log_summary
 from infinity.observe.recorder import Recorder
+from support.configs import engine_config
+from support.loops import open_engine, train
+from support.models import Stack, seeded, token_batches
 
 
 class FakeLedger:
@@ -30,5 +37,38 @@ def test_memory_that_steps_leave_is_logged_once(every: int, lines: int, caplog: 
     with caplog.at_level("INFO", "infinity"):
         for number in range(41, 50):
             assert len(caplog.messages) == (lines if number > 43 else 0)
-            log.step(number, torch.tensor(1.0), 1e-3, None)
+            log.step(number, torch.tensor(1.0), 1e-3, lambda: None)
     assert caplog.messages == ["2 bytes are left"] * lines
+
+
+def test_each_line_has_the_gradient_norm_without_clipping(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Steps after the first are updated during backward, where nothing but the line needs the norm."""
+    config = engine_config(folder=tmp_path).model_copy(update={"steps_per_print": 2})
+    plain = seeded(Stack)
+    optimizer = torch.optim.AdamW(
+        plain.parameters(), lr=config.optimizer.params.lr, weight_decay=config.optimizer.params.weight_decay
+    )
+    expected = []
+    with caplog.at_level("INFO", "infinity"), open_engine(seeded(Stack), config) as engine:
+        for step in range(6):
+            batches = token_batches(1, seed=step)
+            train(engine, batches)
+            optimizer.zero_grad()
+            plain(*batches[0]).backward()
+            expected.append(nn.utils.get_total_norm([each.grad for each in plain.parameters()]).item())
+            optimizer.step()
+    logged = [(int(step), float(norm)) for step, norm in re.findall(r"step (\d+): .*gradient norm (\S+),", caplog.text)]
+    assert [step for step, _ in logged] == [2, 4, 6]
+    assert [norm for _, norm in logged] == pytest.approx(expected[1::2], rel=1e-2)
+
+
+@pytest.mark.parametrize("level, shown", [("INFO", []), ("WARNING", [logging.INFO]), ("ERROR", [])])
+def test_a_summary_is_logged_where_only_warnings_are_shown(
+    level: str, shown: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """At INFO its details have been logged; at ERROR the user wants silence."""
+    with caplog.at_level(level, "infinity"):
+        caplog.handler.setLevel(logging.NOTSET)
+        log_summary("5 % on nvme")
+    assert [record.levelno for record in caplog.records] == shown
+    assert caplog.messages == ["5 % on nvme"] * len(shown)
