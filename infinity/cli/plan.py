@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import typer
 from rich import box
 from rich.console import RenderableType
@@ -240,7 +239,7 @@ def _machine(flags: Flags, checks: _Checks) -> Machine | None:
         return None
     sizes = {}
     for name, option, text, here_bytes in (
-        ("host_memory", "--host-memory", flags.host_memory, int(psutil.virtual_memory().total)),
+        ("host_memory", "--host-memory", flags.host_memory, here.host_memory),
         ("nvme", "--nvme", flags.nvme, here.nvme),
         ("device_memory", "--device-memory", flags.device_memory, 0),
     ):

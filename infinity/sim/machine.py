@@ -13,15 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from infinity.engine.budget import host_share, nvme_share
 from infinity.errors import ConfigError
 from infinity.inputs import number_of, parse_json, read_input
 from infinity.plan.budget import Budget
 from infinity.plan.policy import DeviceInfo, RankInfo, Sharding
 from infinity.tiers.accelerator import default_device
-from infinity.tiers.available import update_processors
+from infinity.tiers.available import total_memory, update_processors
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -200,7 +198,7 @@ class Machine:
         info = default_device().info
         nvme = 0 if folder is None else shutil.disk_usage(_existing(folder)).free
         gpus = 0 if info.type == "cpu" else number_of("LOCAL_WORLD_SIZE", 1, least=1)
-        return cls(int(psutil.virtual_memory().total), nvme, 1, gpus, info.nbytes if gpus else 0, info.processors)
+        return cls(total_memory(), nvme, 1, gpus, info.nbytes if gpus else 0, info.processors)
 
     @property
     def ranks_per_node(self) -> int:

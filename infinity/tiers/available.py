@@ -28,6 +28,12 @@ def available_memory(root: str | Path = "/") -> int:
     return min([_left_by_machine(), *_left_by_limits(Path(root)), *_left_by_addresses(Path(root))])
 
 
+def total_memory(root: str | Path = "/") -> int:
+    """Return the bytes of the machine, or of the smallest limit on this process's control groups."""
+    limits = (_number(folder / limit_name) for folder, limit_name, _ in _groups(Path(root)))
+    return min([int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)])
+
+
 MACHINE_MEMORY = "INFINITY_MACHINE_MEMORY"
 """Variable with the size that the machine's memory can reach, such as "120GiB", where Linux reports less."""
 

@@ -19,6 +19,7 @@ from infinity.tiers.available import (
     numa_nodes,
     parse_processors,
     processors_of_rank,
+    total_memory,
     update_processors,
 )
 
@@ -61,6 +62,17 @@ def test_version_2(tmp_path: Path) -> None:
     stat = "anon 500\ninactive_file 300\nactive_file 100\n"
     group(top / "a", {"memory.max": "1000\n", "memory.current": "950\n", "memory.stat": stat})
     assert available_memory(tmp_path) == 350
+    assert total_memory(tmp_path) == 1000
+
+
+def test_active_file_pages_count_unless_this_process_maps_them(tmp_path: Path) -> None:
+    """The kernel reclaims them as well, such as a file that was read twice; libraries are mapped."""
+    page = resource.getpagesize()
+    group(tmp_path / "proc/self", {"cgroup": "0::/a\n", "statm": "9 8 3 0 0 0 0\n"})
+    stat = f"inactive_file {page}\nactive_file {5 * page}\n"
+    limits = {"memory.max": f"{100 * page}\n", "memory.current": f"{90 * page}\n", "memory.stat": stat}
+    group(tmp_path / "sys/fs/cgroup/a", limits)
+    assert available_memory(tmp_path) == (10 + 1 + 2) * page
 
 
 def test_version_1(tmp_path: Path) -> None:
