@@ -33,11 +33,11 @@ COMMENTS = "own-line comments in " + ", ".join(COMMENTED) + ", per 1,000 lines"
 
 # Limits follow improvements; a commit that loosens one gives the reason.
 LIMITS: dict[str, int] = {
-    ASSIGNED: 38,
+    ASSIGNED: 42,
     CALLABLES: 0,
     JOB_FIELDS: 0,
-    LINES: 57_735,
-    FILES: 313,
+    LINES: 58_754,
+    FILES: 318,
     SHORT_FILES: 42,
     WORDS: 4_000,
     COMMENTS: 30,

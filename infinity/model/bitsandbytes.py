@@ -44,6 +44,7 @@ class Codes(torch.Tensor):
         return func(*args, **kwargs)
 
     def _values(self) -> torch.Tensor:
+        # Read at each use: the unit is in another buffer by then.
         values = self._weight.data
         return values if values.shape == self._shape else values.view(self._shape)
 
@@ -161,6 +162,7 @@ class _CopiedStates:
     """Lets a layer put copies of codes and scales into a `state_dict`, each before another unit is fetched."""
 
     def __init__(self, module: Any) -> None:
+        # The layer's own method makes the entries, and their names differ between releases.
         self._module, save = module, module._save_to_state_dict
 
         def save_copies(destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -175,6 +177,7 @@ class _CopiedStates:
 
 class _Copies(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
+        # A view would keep the buffer of its unit from being used again.
         is_view = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)  # Parameters: keep_vars=True
         super().__setitem__(key, value.clone() if is_view else value)
 

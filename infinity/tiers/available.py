@@ -30,6 +30,7 @@ def available_memory(root: str | Path = "/") -> int:
 
 def total_memory(root: str | Path = "/") -> int:
     """Return the bytes of the machine, or of the smallest limit on this process's control groups."""
+    # Limits nest, and the smallest one holds.
     limits = (_number(folder / limit_name) for folder, limit_name, _ in _groups(Path(root)))
     return min([int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)])
 
@@ -109,6 +110,7 @@ def _cache(stat: Path, root: Path) -> int:
     inactive, active = (
         int(found.get(f"total_{kind}_file", found.get(f"{kind}_file", 0))) for kind in ("inactive", "active")
     )
+    # Pages of libraries are active, and would be read again at once.
     try:
         mapped = int((root / "proc/self/statm").read_text().split()[2]) * resource.getpagesize()
     except (OSError, ValueError, IndexError):

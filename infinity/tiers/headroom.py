@@ -33,6 +33,7 @@ class Headroom:
         left = available_memory()
         if left >= max(_LEAST, grown):
             return
+        # Once: a step that memory does not hold would repeat it for each unit.
         self._watches = False
         # No error: the units that follow may need less, and only the kernel knows what it can reclaim.
         logger.warning(
