@@ -43,6 +43,8 @@ from infinity.sizes import counted, show_bytes, show_count
 from infinity.tier_kind import TierKind
 
 _DEFAULT_BATCH = 8
+_FREED = 0.25
+"""Share of a predicted peak that freed blocks may add, as measured (docs/plan.md): predictions were up to 22 % low."""
 _PROCESS = 10**9
 """Bytes that a process may take beside its engine, with torch imported."""
 
@@ -293,6 +295,11 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     table.add_row("available", *(_cell(needs.available[tier]) for tier in TierKind))
     yield table
     yield from notes
+    if seen is not None and not machine.gpus and 0 <= needs.spare(TierKind.HOST) < _FREED * needs.peak[TierKind.HOST]:
+        yield (
+            "glibc may keep freed blocks beyond this peak, and less than a quarter of it is left: set "
+            "MALLOC_MMAP_THRESHOLD_=1048576 in the environment, with which they go back to the system"
+        )
     for tier in TierKind:
         if passing := needs.passing[tier]:
             yield (

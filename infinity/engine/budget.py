@@ -111,7 +111,7 @@ def check_memory(config: Config, plan: Plan, budget: Budget, replan: Replan, ava
     if short is not None:
         more = 0 if short.key else beside.get(short.tier, 0)
         fix = remedy(config, plan, budget, short, replan, lacks)
-        if short.tier.in_host_memory and plan.device.host_addressable:
+        if short.tier.in_host_memory and plan.device.host_addressable and not short.key:
             fix += ". Activations take memory in addition"
         raise OutOfMemoryError(short.name, short.needed + more, short.available + more, fix)
 

@@ -39,7 +39,8 @@ class Headroom:
         logger.warning(
             "host memory: %s are left before unit %s, and the unit before took %s, mostly activations. "
             "If memory runs out, the kernel kills the process (exit status 137). Lower the micro-batch, checkpoint "
-            'activations, set infinity.activations.device to "nvme", or lower infinity.unit_size.',
+            'activations, set infinity.activations.device to "nvme", or lower infinity.unit_size. '
+            "MALLOC_MMAP_THRESHOLD_=1048576 in the environment returns freed blocks to the system.",
             show_bytes(left),
             unit,
             show_bytes(grown),
