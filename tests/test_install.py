@@ -145,7 +145,12 @@ def test_make_builds_what_it_is_asked_for_and_keeps_kernels_of_tests(tmp_path: P
 @pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 def test_make_says_that_the_compiler_is_missing_before_it_installs(tmp_path: Path) -> None:
     done = run(
-        "make", "install", f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}", MAKEFLAGS="", CXX="no-such++"
+        "make",
+        "install",
+        f"VENV={tmp_path / 'venv'}",
+        f"PYTHON={sys.executable}",
+        MAKEFLAGS="--no-print-directory",
+        CXX="no-such++",
     )
     assert done.stdout.splitlines()[0] == "no-such++ is missing: apt install g++"
     assert done.returncode and not (tmp_path / "venv").exists()

@@ -6,6 +6,7 @@ killed without a message.
 
 from __future__ import annotations
 
+import os
 import resource
 
 from infinity.observe.log import logger
@@ -23,11 +24,11 @@ class Headroom:
 
     def __init__(self, *, watches: bool = True) -> None:
         self._watches = watches
-        self._peak = _peak() if watches else 0
+        self._peak = _resident() if watches else 0
 
     def follow(self, unit: str) -> None:
         """Look at what is left before `unit` is used, if the process has a new peak."""
-        if not self._watches or (grown := _peak() - self._peak) < _GROWN:
+        if not self._watches or (grown := _resident() - self._peak) < _GROWN:
             return
         self._peak += grown
         left = available_memory()
@@ -47,6 +48,10 @@ class Headroom:
         )
 
 
-def _peak() -> int:
-    """Return the largest resident bytes that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+def _resident() -> int:
+    """Return the resident bytes of this process. getrusage's peak would be the parent's, if that was larger at fork."""
+    file = os.open("/proc/self/statm", os.O_RDONLY)
+    try:
+        return int(os.read(file, 128).split()[1]) * resource.getpagesize()
+    finally:
+        os.close(file)

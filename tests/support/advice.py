@@ -8,7 +8,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-VALUE = re.compile(r'(?:set|and|,) infinity\.((?:\w+\.)*\w+) to ("[^"]*"|[\d.]+)')
+VALUE = re.compile(r'(?:set|and|,) infinity\.((?:\w+\.)*\w+) to ("[^"]*"|\d+(?:\.\d+)?)')
 DEVICE = re.compile(r"give ([\w, ]+?) the device (\w+) \(zero_optimization\)")
 
 

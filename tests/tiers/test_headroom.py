@@ -56,7 +56,7 @@ def test_what_the_last_unit_took_has_to_be_left(
 ) -> None:
     """Growth is that of this process: what another one takes meanwhile is no growth of a unit."""
     peak, left = [1000 * MIB], [1000 * MIB]
-    monkeypatch.setattr(headroom, "_peak", lambda: peak[0])
+    monkeypatch.setattr(headroom, "_resident", lambda: peak[0])
     monkeypatch.setattr(headroom, "available_memory", lambda: left[0])
     monkeypatch.setattr(headroom.logger, "propagate", True)
     found = Headroom()
@@ -78,5 +78,5 @@ def test_what_the_last_unit_took_has_to_be_left(
 
 
 def test_a_simulated_run_watches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headroom, "_peak", lambda: pytest.fail("the machine that is simulated is not this one"))
+    monkeypatch.setattr(headroom, "_resident", lambda: pytest.fail("the machine that is simulated is not this one"))
     Headroom(watches=False).follow("a")
