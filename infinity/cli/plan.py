@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
-from rich import box
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
 
 from infinity.cli.console import (
     FAILED,
@@ -20,7 +16,6 @@ from infinity.cli.console import (
     check_output,
     fail,
     one_line_errors,
-    printable,
     say,
     say_json,
     size_of,
@@ -28,25 +23,18 @@ from infinity.cli.console import (
     write_output,
 )
 from infinity.cli.plan_config import assumed, kept, load
+from infinity.cli.plan_shown import shown, striping
 from infinity.config import Config
 from infinity.errors import ConfigError
-from infinity.observe.timeline import LANES
-from infinity.sim.advice import name_of_wait
 from infinity.sim.gpt2 import GPT2Config, PlannedModel, gpt2, of_transformers
 from infinity.sim.machine import Links, Machine
 from infinity.sim.measured import MeasuredTimes
-from infinity.sim.needs import KINDS, memory_name
+from infinity.sim.needs import memory_name
 from infinity.sim.own_module import check_forward, of_file
-from infinity.sim.planner import Prediction, largest, predict
-from infinity.sim.simulate import Simulation
-from infinity.sizes import counted, show_bytes, show_count
-from infinity.tier_kind import TierKind
+from infinity.sim.planner import largest, predict
+from infinity.sizes import show_count
 
 _DEFAULT_BATCH = 8
-_FREED = 0.25
-"""Share of a predicted peak that freed blocks may add, as measured (docs/plan.md): predictions were up to 22 % low."""
-_PROCESS = 10**9
-"""Bytes that a process may take beside its engine, with torch imported."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +126,7 @@ def run(flags: Flags) -> None:
         if flags.as_json:
             say_json({**found.to_json(), "notes": notes})
         else:
-            say(*shown(found, job.machine, notes), *_striping(job.config))
+            say(*shown(found, job.machine, notes), *striping(job.config))
     raise typer.Exit(FAILED if found.needs.limits else 0)
 
 
@@ -271,90 +259,3 @@ def _say_largest(flags: Flags, job: _Job) -> None:
     else:
         line = f"{found.blocks} layers of width {width}: {show_count(parameters)} parameters; one more exceeds {limits}"
         say(line, *assumed(job.config))
-
-
-def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Iterator[str | RenderableType]:
-    """Yield the head, the table of bytes, `notes`, the step and the advice."""
-    needs, seen = found.needs, found.simulation
-    nodes = counted(machine.nodes, "node")
-    computes = f"{counted(machine.gpus, 'GPU')} each" if machine.gpus else "the host computes"
-    work = f"{show_count(found.parameters)} parameters, {counted(found.sequences, 'sequence')} a step"
-    yield Text(printable(f"{found.model}, {work}; {nodes}, {computes}"), style="bold")
-    small = f"{' and '.join(map(memory_name, needs.limits))} {'is' if len(needs.limits) == 1 else 'are'}"
-    fits = "fits" if not needs.limits else f"does not fit: {small} too small"
-    if not needs.limits and found.simulation is None and needs.spare(TierKind.HOST) < _PROCESS * found.ranks_per_node:
-        fits += f", if the processes themselves take less than {show_bytes(needs.spare(TierKind.HOST))} of host memory"
-    yield Text(f"It {fits}.", style="green" if not needs.limits else "red")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 2, 0, 0))
-    table.add_column("bytes of a node")
-    for tier in TierKind:
-        table.add_column(tier, justify="right", no_wrap=True)
-    for kind in KINDS:
-        table.add_row(kind, *(_cell(needs.tiers[tier][kind]) for tier in TierKind))
-    table.add_row("peak", *(_cell(needs.peak[tier]) for tier in TierKind), style="bold")
-    table.add_row("available", *(_cell(needs.available[tier]) for tier in TierKind))
-    yield table
-    yield from notes
-    if seen is not None and not machine.gpus and 0 <= needs.spare(TierKind.HOST) < _FREED * needs.peak[TierKind.HOST]:
-        yield (
-            "glibc may keep freed blocks beyond this peak, and less than a quarter of it is left: set "
-            "MALLOC_MMAP_THRESHOLD_=1048576 in the environment, with which they go back to the system"
-        )
-    for tier in TierKind:
-        if passing := needs.passing[tier]:
-            yield (
-                f"the table has {show_bytes(passing)} of {tier} for stored gradients: after three steps, only those of "
-                "units that run in a new order or are updated in the next forward (infinity.forward_updates)"
-            )
-    if found.plan.drafted:
-        yield (
-            f"{found.plan.drafted_share:.0%} of the parameters are updated during backward unless gradients are scaled "
-            "(infinity.speculate); the table has their second slots, and the step scales none"
-        )
-    if seen is not None:
-        how = ", measured here" if found.is_measured else ""
-        yield f"step: {seen.seconds:.3g} s, of which the model computes {seen.compute_seconds:.3g} s{how}"
-        for lane in LANES:
-            if (seconds := seen.exposed.get(lane, 0.0)) >= 0.0005 * seen.seconds:
-                yield f"  waits for {name_of_wait(lane, found.plan.ranks.size)}: {seconds:.3g} s"
-        yield from _moved(found, seen)
-    else:
-        yield (
-            "step time and the memory of the processes themselves are not known: measure the machine with infinity "
-            "bench-links, and pass --bandwidths"
-        )
-    for line in found.advice:
-        yield f"advice: {line}"
-
-
-def _striping(config: Config) -> Iterator[str]:
-    folders = len(config.zero_optimization.durable_paths)
-    if folders > 1 and config.aio.shares == "auto":
-        yield (
-            f"nvme is {folders} folders: a run measures their speeds and gives each its share (aio.shares); nothing is "
-            "measured here, where they count as one drive"
-        )
-
-
-def _moved(found: Prediction, seen: Simulation) -> Iterator[str]:
-    """Yield the bytes of a step to and from the drive and for activations, and the wear of the drive."""
-    wear, ranks = found.wear, found.ranks_per_node
-    lines = [
-        f"{what}: {show_bytes(read * ranks)} read, {show_bytes(written * ranks)} written a step"
-        for what, read, written in (
-            ("nvme", seen.nvme_bytes_read, seen.nvme_bytes_written),
-            ("activations", seen.activation_bytes_read, seen.activation_bytes_written),
-        )
-        if read or written
-    ]
-    if wear is not None:
-        lines[0] += f"; {show_bytes(wear.a_day)} written a day"
-        lines.insert(1, f"  {wear}")
-    if seen.commit_bytes_written:
-        commits = show_bytes(seen.commit_bytes_written * ranks)
-        lines.append(f"{commits} of these are commits of states in memory, whose time is not simulated")
-    yield from lines
-
-
-def _cell(nbytes: int) -> str:
-    return show_bytes(nbytes) if nbytes else "–"
