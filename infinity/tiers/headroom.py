@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 import resource
 
+from infinity.concurrency import now
 from infinity.observe.log import logger
 from infinity.sizes import show_bytes
 from infinity.tiers.available import available_memory
 
+_INTERVAL = 0.005
+"""Seconds between two looks, each of which takes 6 microseconds: small units take less, and no memory to speak of."""
 _GROWN = 4 << 20
 """Bytes by which the process's peak grows before what is left is looked at, which takes a quarter of a millisecond."""
 _LEAST = 16 << 20
@@ -20,17 +23,25 @@ _LEAST = 16 << 20
 
 
 class Headroom:
-    """Logs one warning if less host memory is left than the process has last taken for a unit."""
+    """Logs one warning if less host memory is left than the model has taken since the last look."""
 
     def __init__(self, *, watches: bool = True) -> None:
         self._watches = watches
-        self._peak = _resident() if watches else 0
+        self._looked = 0.0
+        self._peak: int | None = None
+        """The most resident bytes at a use of a unit. None before the first: until then, a script may load its data."""
 
     def follow(self, unit: str) -> None:
         """Look at what is left before `unit` is used, if the process has a new peak."""
-        if not self._watches or (grown := _resident() - self._peak) < _GROWN:
+        if not self._watches or (moment := now()) - self._looked < _INTERVAL:
             return
-        self._peak += grown
+        self._looked = moment
+        resident = _resident()
+        if self._peak is None:
+            self._peak = resident
+        if (grown := resident - self._peak) < _GROWN:
+            return
+        self._peak = resident
         left = available_memory()
         if left >= max(_LEAST, grown):
             return
@@ -38,7 +49,7 @@ class Headroom:
         self._watches = False
         # No error: the units that follow may need less, and only the kernel knows what it can reclaim.
         logger.warning(
-            "host memory: %s are left before unit %s, and the unit before took %s, mostly activations. "
+            "host memory: %s are left before unit %s, and the model has just taken %s, mostly activations. "
             "If memory runs out, the kernel kills the process (exit status 137). Lower the micro-batch, checkpoint "
             'activations, set infinity.activations.device to "nvme", or lower infinity.unit_size. '
             "MALLOC_MMAP_THRESHOLD_=1048576 in the environment returns freed blocks to the system.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import count
 
 import pytest
 
@@ -57,10 +58,12 @@ def test_what_the_last_unit_took_has_to_be_left(
     """Growth is that of this process: what another one takes meanwhile is no growth of a unit."""
     peak, left = [1000 * MIB], [1000 * MIB]
     monkeypatch.setattr(headroom, "_resident", lambda: peak[0])
+    monkeypatch.setattr(headroom, "now", count(1.0).__next__)
     monkeypatch.setattr(headroom, "available_memory", lambda: left[0])
     monkeypatch.setattr(headroom.logger, "propagate", True)
     found = Headroom()
-    left[0] -= 900 * MIB  # another process
+    peak[0] += 300 * MIB  # the script loads its data
+    left[0] -= 900 * MIB  # and another process
     found.follow("a")
     peak[0] += 60 * MIB
     left[0] -= 40 * MIB
@@ -75,6 +78,17 @@ def test_what_the_last_unit_took_has_to_be_left(
     found.follow("e")
     (record,) = caplog.records
     assert "20.97 MB are left before unit d" in record.getMessage()
+
+
+def test_small_units_are_not_followed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look takes longer than a use of a unit that is resident."""
+    moments, looks = count(1.0, 0.001), []
+    monkeypatch.setattr(headroom, "now", lambda: next(moments))
+    monkeypatch.setattr(headroom, "_resident", lambda: looks.append(1) or 0)
+    found = Headroom()
+    for _ in range(100):
+        found.follow("a")
+    assert 10 <= len(looks) <= 21
 
 
 def test_a_simulated_run_watches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
