@@ -56,7 +56,7 @@ def remedy(config: Config, plan: Plan, budget: Budget, short: Shortage, replan: 
 
     plan: that of `config` and `budget`. short: what it lacks.
     """
-    raised = f"raise {short.key} to {short.needed}, or " if short.key else ""
+    raised = f"raise {_raised(plan, short)}, or " if short.key else ""
     if not short.tier.in_memory:
         return f'{raised}use fewer bytes per parameter (bf16, or infinity.moments "8bit"), or more ranks'
     tried = []
@@ -66,6 +66,14 @@ def remedy(config: Config, plan: Plan, budget: Budget, short: Shortage, replan: 
         tried.append(needed(trial.plan, short.tier))
     least = show_bytes(min([needed(plan, short.tier), *tried]))
     return f"{raised}use a smaller model or more ranks: the smallest buffers need {least}{_largest(plan)}"
+
+
+def _raised(plan: Plan, short: Shortage) -> str:
+    """Return the key of a limit, with a value with which the plan fits if one is known."""
+    if short.tier.on_device:
+        return short.key  # sizes of buffers on the device follow from it
+    each = " for each rank of a node" if plan.ranks.size > 1 else ""
+    return f"{short.key} to {short.needed}{each}"
 
 
 def trials(

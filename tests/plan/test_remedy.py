@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,18 @@ def advice_of(content: dict[str, Any], device: Any, available: dict[TierKind, in
     return None
 
 
+def smallest(content: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return `content` with the smallest buffers, and all states on nvme that may be there."""
+    found = deepcopy(content)
+    zero, nvme = found["zero_optimization"], {"device": "nvme", "nvme_path": str(folder)}
+    zero["offload_optimizer"] = nvme
+    if zero["stage"] == 3:
+        zero["offload_param"] = nvme
+    least = {"unit_size": 4096, "prefetch_bytes": 0, "cache_bytes": 0, "tile_size": 4096, "read_ahead_bytes": 0}
+    found["infinity"] |= {**least, "memory": {}}
+    return found
+
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"unit_size": 1 << 16, "prefetch_bytes": 1 << 20},
@@ -73,6 +87,7 @@ def test_a_plan_fits_with_the_change_that_is_advised(
     assert advice is not None
     if "use a smaller model" in advice:
         assert not VALUE.search(advice) and not DEVICE.search(advice)
+        assert advice_of(smallest(content, tmp_path), device, available) is not None, "a config fits"
         return
     changed = followed(content, advice, tmp_path)
     assert changed != content
@@ -101,3 +116,7 @@ def test_an_engine_trains_within_a_budget_that_the_advice_made_fit(
     except OutOfMemoryError as error:
         if "use a smaller model" not in error.hint:
             assert losses(followed(content, error.hint, tmp_path)) == expected
+        raised = re.match(r"raise infinity\.memory\.host to (\d+), or ", error.hint)
+        assert raised is not None
+        content["infinity"]["memory"] = {"host": (limit := int(raised[1]))}
+        assert losses(content) == expected
