@@ -6,7 +6,6 @@ Nothing is checked before the forward, since a model may cast its inputs itself.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,13 @@ _UNSUPPORTED = "not implemented for"
 """In torch's error about an operation that a dtype lacks, which no cast to that dtype would help."""
 _NAMED = 3
 """Inputs that an error names; it counts the others."""
+_NAMES = {
+    torch.float32: re.compile(r"\bfloat(32)?\b", re.IGNORECASE),
+    torch.float64: re.compile(r"\b(double|float64)\b", re.IGNORECASE),
+    torch.float16: re.compile(r"\b(half|float16)\b", re.IGNORECASE),
+    torch.bfloat16: re.compile(r"\bbfloat16\b", re.IGNORECASE),
+}
+"""Dtype → its names in torch's errors, which name both dtypes. An input of a third one has no part in an error."""
 _SECTIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -65,7 +71,7 @@ class InputDtypes:
                     raise
                 if isinstance(error, ValueError) and not _is_from_torch(error):
                     raise
-                found = [each for each in self._others(args, kwargs) if _NAMES[each[1]].search(text)]
+                found = [each for each in self._others(args, kwargs) if _is_named(each[1], text)]
                 if not found:
                     raise
                 # Without a name: a variable of this frame would keep the error, which keeps the frame.
@@ -103,16 +109,8 @@ def _floats(arguments: tuple[Any, ...] | dict[str, Any]) -> Iterator[tuple[str, 
             yield f"{name}{keystr(path[1:])}", leaf.dtype
 
 
-_NAMES = defaultdict(
-    lambda: re.compile("(?!)"),
-    {
-        torch.float32: re.compile(r"\bfloat(32)?\b", re.IGNORECASE),
-        torch.float64: re.compile(r"\b(double|float64)\b", re.IGNORECASE),
-        torch.float16: re.compile(r"\b(half|float16)\b", re.IGNORECASE),
-        torch.bfloat16: re.compile(r"\bbfloat16\b", re.IGNORECASE),
-    },
-)
-"""Dtype → its names in torch's errors, which name both dtypes. An input of a third one has no part in an error."""
+def _is_named(dtype: torch.dtype, text: str) -> bool:
+    return dtype in _NAMES and _NAMES[dtype].search(text) is not None
 
 
 def _is_from_torch(error: Exception) -> bool:
