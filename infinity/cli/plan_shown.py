@@ -1,4 +1,4 @@
-"""What `infinity plan` prints: the table of bytes, the step, its bytes on the drive, and the advice."""
+"""Output of `infinity plan`: the table of bytes, the step, its bytes on the drive, and the advice."""
 
 from __future__ import annotations
 
