@@ -124,9 +124,13 @@ In brackets: the lowest and the highest ratio within a round; a quotient of medi
 
 
 def ratio(above: str, below: str, rounds: Iterable[float]) -> str:
-    """`2.32 (1.87 to 2.41)`: the quotient of two cells, as a reader computes it, and the range of single rounds."""
+    """`2.32 (1.87 to 2.41)`: the quotient of two cells, as a reader computes it, and the range of single rounds.
+
+    The quotient is a dash where `below` is rounded to 0, as in runs of tiny models.
+    """
     found = spread(rounds)
-    return f"{float(above) / float(below):.2f} ({found.low:.2f} to {found.high:.2f})"
+    quotient = f"{float(above) / float(below):.2f}" if float(below) else "–"
+    return f"{quotient} ({found.low:.2f} to {found.high:.2f})"
 
 
 def setup(result: Result, *sentences: str) -> str:

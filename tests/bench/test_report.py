@@ -95,6 +95,12 @@ def test_a_table_has_rows_of_one_length() -> None:
         page.table(["a"], [["x", "1"]])
 
 
+def test_a_ratio_is_the_quotient_of_its_cells() -> None:
+    """With the range of single rounds; a cell that is rounded to 0 has none."""
+    assert page.ratio("3.89", "1.68", [1.9, 2.4, 2.0]) == "2.32 (1.90 to 2.40)"
+    assert page.ratio("0.01", "0.000", [31.0, 47.0]) == "– (31.00 to 47.00)"
+
+
 def test_a_setup_has_a_sentence_a_line() -> None:
     result = {"command": "c", "machine": "m", "note": "N.", "remark": "R."}
     assert page.setup(result, "S.") == "`c` on m.\nN.\nS.\nR."
