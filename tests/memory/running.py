@@ -17,12 +17,12 @@ from support.configs import engine_config
 TOKENS = torch.arange(32).view(1, 32)
 
 
-def model(layers: int) -> GPT2:
-    """Return a model on the meta device. A block has 1.8 M parameters, 3.5 MB in bf16; backward recomputes its
-    activations.
+def model(layers: int, width: int = 384) -> GPT2:
+    """Return a model on the meta device. By default a block has 1.8 M parameters, 3.5 MB in bf16; backward recomputes
+    its activations.
     """
     shape = GPT2Config(
-        256, seq_length=32, num_layers=layers, hidden_size=384, num_attention_heads=6, checkpoint_activations=True
+        256, seq_length=32, num_layers=layers, hidden_size=width, num_attention_heads=6, checkpoint_activations=True
     )
     with torch.device("meta"):
         return GPT2(shape)
@@ -67,9 +67,9 @@ def train(layers: int, folder: str, steps: int = 3, **options: Any) -> None:
         engine.settle()
 
 
-def stream(layers: int, folder: str, streams: bool = True) -> None:
+def stream(layers: int, folder: str, streams: bool = True, width: int = 384) -> None:
     """Train a step and stream the weights, three times. streams: False: only train."""
-    with infinity.initialize(model(layers), config(folder), device=CpuDevice())[0] as engine:
+    with infinity.initialize(model(layers, width), config(folder), device=CpuDevice())[0] as engine:
         for _ in range(3):
             engine.backward(engine(TOKENS, TOKENS))
             engine.step()
@@ -100,9 +100,9 @@ def two_engines(layers: int) -> None:
             assert all(value.isfinite().all() for _, value in infinity.stream_weights(reference))
 
 
-def largest_block(layers: int) -> int:
+def largest_block(layers: int, width: int = 384) -> int:
     """Return the bytes of the largest block's parameters in bf16."""
-    return max(2 * sum(p.numel() for p in block.parameters()) for block in model(layers).h)
+    return max(2 * sum(p.numel() for p in block.parameters()) for block in model(layers, width).h)
 
 
 def save_and_load(layers: int, folder: str) -> None:

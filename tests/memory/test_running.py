@@ -41,12 +41,13 @@ def test_checkpoints_and_inference_take_no_more_memory_for_more_layers(tmp_path:
 
 @pytest.mark.timeout(300)
 def test_a_stream_of_weights_takes_a_unit_beside_the_buffers(tmp_path: Path) -> None:
-    """The caller drops each tensor. All weights together would be 32 times the bound."""
-    peak, trained = (
-        peak_rss(running.stream, layers=MANY, folder=str(tmp_path), streams=streams) for streams in (True, False)
-    )
+    """The caller drops each tensor. A stream took 0.7 to 0.8 of a block of 14 MB; half a block more is allowed, since
+    peaks of the same process differ by 5 MB. All weights together would be 32 blocks.
+    """
+    options = {"layers": MANY, "folder": str(tmp_path), "width": 768}
+    peak, trained = (peak_rss(running.stream, **options, streams=streams) for streams in (True, False))
     print(f"peak RSS with and without a stream: {peak / 1e6:.1f} and {trained / 1e6:.1f} MB")
-    assert peak <= trained + running.largest_block(MANY)
+    assert peak <= trained + 1.5 * running.largest_block(MANY, width=768)
     assert growth(running.stream, folder=str(tmp_path)) < 0.1
 
 

@@ -10,10 +10,19 @@ from types import FrameType
 import torch
 from torch import nn
 
+from infinity.tiers.device import CpuDevice
+from infinity.tiers.headroom import Headroom
 from support.configs import engine_config
 from support.loops import open_engine
 
 WIDTH = 16
+
+
+class Unwatched(CpuDevice):
+    """A device whose host memory nobody watches: a watch looks every few milliseconds, in more calls if time passes."""
+
+    def headroom(self) -> Headroom:
+        return Headroom(watches=False)
 
 
 class Units(nn.Module):
@@ -48,7 +57,7 @@ def calls_of(step: Callable[[], None]) -> int:
 def counts(units: int) -> tuple[int, int]:
     """Return the calls of a step and the tracked objects that its graph adds, for a model of so many units."""
     config = engine_config("none", "none", unit_size=1 << 10)
-    with open_engine(Units(units), config) as engine:
+    with open_engine(Units(units), config, Unwatched()) as engine:
         assert len(engine.units) == units
         x = torch.randn(4, WIDTH)
 
