@@ -87,6 +87,32 @@ def test_public_names_import_no_compiler_and_no_extra() -> None:
     assert not {module for module in added if module.startswith(("infinity.cli", "infinity.sim"))}
 
 
+@pytest.mark.parametrize("context", ["nullcontext()", "torch.device('meta')", "infinity.Init(config)"])
+def test_training_imports_no_compiler(context: str, tmp_path: Path) -> None:
+    """Dynamo takes a second and 60 MB, which no plan counts. torch imports it for some methods and dispatch modes."""
+    code = f"""
+from contextlib import nullcontext
+import torch, infinity
+nvme = {{"device": "nvme", "nvme_path": {str(tmp_path)!r}}}
+config = {{
+    "train_batch_size": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {{"type": "AdamW"}},
+    "scheduler": {{"type": "WarmupLR"}},
+    "zero_optimization": {{"offload_param": nvme, "offload_optimizer": nvme}},
+}}
+with {context}:
+    model = torch.nn.Sequential(*(torch.nn.Linear(1025, 1025) for _ in range(3)))
+with infinity.initialize(model=model, config=config)[0] as engine:
+    for _ in range(2):
+        engine.backward(engine(torch.randn(2, 1025)).square().mean())
+        engine.step()
+    engine.save_checkpoint({str(tmp_path / "saved")!r})
+    engine.load_checkpoint({str(tmp_path / "saved")!r})
+"""
+    assert not imported_by(code) & COMPILERS
+
+
 @pytest.mark.campaign(few=1)  # builds a distribution
 @pytest.mark.parametrize("kind", ["sdist", "wheel"])
 def test_a_distribution_has_the_metadata_that_stands_in_for_deepspeed(kind: str, tmp_path: Path) -> None:

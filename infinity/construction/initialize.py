@@ -179,6 +179,11 @@ class ParallelDraws(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._pool = pool
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch's own way to keep Dynamo out imports it, 60 MB and a second. Nothing is compiled here."""
+        return False
+
     def __torch_dispatch__(
         self,
         operator: Callable[..., Any],

@@ -33,6 +33,12 @@ _READ = "a state_dict of the optimizer"
 """Name of `state_dict` and `load_state_dict` in an error."""
 
 
+_ADD_PARAM_GROUP: Callable[[torch.optim.Optimizer, dict[str, Any]], None] = getattr(
+    torch.optim.Optimizer.add_param_group, "__wrapped__", torch.optim.Optimizer.add_param_group
+)
+"""torch's method without its decorator, which would import `torch._dynamo`, 60 MB and a second."""
+
+
 class _NoStates(dict[Any, Any]):
     """The `state` of an optimizer with states in tiers. Refuses uses that would have an effect in torch."""
 
@@ -159,7 +165,7 @@ class UnitOptimizer(LossScaleNames, torch.optim.Optimizer):
                 "initialize(): close the engine with engine.close(restore=True), which returns the values to the "
                 "model, and pass all groups as model_parameters to a new infinity.initialize()"
             )
-        super().add_param_group(param_group)
+        _ADD_PARAM_GROUP(self, param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict in torch's layout, which torch.optim's optimizer of the same rule loads.
