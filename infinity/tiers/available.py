@@ -1,7 +1,7 @@
 """Host memory, caches, NUMA nodes and processors available to this process.
 
-Memory: the machine's free memory, or less under the limit of a container or of `ulimit -v`. `INFINITY_MACHINE_MEMORY`
-gives the size of a virtual machine whose memory grows as it is used.
+Memory: the machine's free memory, or less under the limit of a container or of `ulimit -v` or `-d`.
+`INFINITY_MACHINE_MEMORY` gives the size of a virtual machine whose memory grows as it is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def available_memory(root: str | Path = "/") -> int:
     psutil reports the machine only; a container that exceeds its control group's limit is killed without a message.
     Raises ConfigError if `INFINITY_MACHINE_MEMORY` is not a size.
     """
-    return min([_left_by_machine(), *_left_by_limits(Path(root)), *_left_by_addresses(Path(root))])
+    return min([_left_by_machine(), *_left_by_limits(Path(root)), *_left_by_ulimits(Path(root))])
 
 
 def total_memory(root: str | Path = "/") -> int:
@@ -60,13 +60,32 @@ def _left_by_limits(root: Path) -> Iterator[int]:
             yield max(0, limit - usage + _cache(folder / "memory.stat", root))
 
 
-def _left_by_addresses(root: Path) -> Iterator[int]:
-    """Yield the bytes that this process may still map, if that is limited."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY:
-        # RLIMIT_AS bounds mapped addresses and not resident pages; they are the first field.
-        pages = int((root / "proc/self/statm").read_text().split()[0])
-        yield max(0, limit - pages * resource.getpagesize())
+_ARENA = 64 << 20
+"""Addresses that glibc reserves for each thread that allocates."""
+_DEFAULT_STACK = 2 << 20
+"""Bytes of a thread's stack where `ulimit -s` is unlimited, by glibc on x86-64."""
+_THREADS = 8
+"""Threads of a process that trains, beside those that share the work of an operator."""
+
+
+def _left_by_ulimits(root: Path) -> Iterator[int]:
+    """Yield the bytes left by `ulimit -v` and `-d`, without the stacks of threads that training will start.
+
+    Both count a stack when its thread starts; the memory of a machine or a container, as it is used.
+    """
+    addresses, private, stack = (
+        resource.getrlimit(key)[0] for key in (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_STACK)
+    )
+    if addresses == private == resource.RLIM_INFINITY:
+        return
+    status = dict(line.split(":", 1) for line in (root / "proc/self/status").read_text().splitlines())
+    # The native update and torch's operators have a thread for each processor but one.
+    threads = _THREADS + 2 * (len(os.sched_getaffinity(0)) - 1) - int(status["Threads"])
+    each = _DEFAULT_STACK if stack == resource.RLIM_INFINITY else stack
+    for limit, name, nbytes in ((addresses, "VmSize", each + _ARENA), (private, "VmData", each)):
+        if limit != resource.RLIM_INFINITY:
+            used = int(status[name].removesuffix("kB")) << 10
+            yield max(0, limit - used - max(0, threads) * nbytes)
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, str, str]]:

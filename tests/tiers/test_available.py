@@ -86,15 +86,27 @@ def test_version_1(tmp_path: Path) -> None:
     assert available_memory(tmp_path) == 1507
 
 
-def test_a_limit_of_addresses(tmp_path: Path) -> None:
-    """That of `ulimit -v`, of which all but 5 pages are taken."""
-    before, page = resource.getrlimit(resource.RLIMIT_AS), resource.getpagesize()
-    group(tmp_path / "proc/self", {"statm": f"{(1 << 40) // page - 5} 2 1 0 0 0 0"})
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, before[1]))
+@pytest.mark.parametrize(
+    ("limit", "left", "of_a_thread"),
+    [(resource.RLIMIT_AS, 5 << 10, (8 + 64) << 20), (resource.RLIMIT_DATA, 7 << 10, 8 << 20)],
+    ids=["-v", "-d"],
+)
+def test_a_ulimit(limit: int, left: int, of_a_thread: int, tmp_path: Path) -> None:
+    """A thread's stack counts as addresses and as private memory when it starts; its arena, as addresses."""
+    taken, threads = 1 << 40, 8 + 2 * (len(os.sched_getaffinity(0)) - 1)
+    before, stack = resource.getrlimit(limit), resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(limit, (taken + left + 3 * of_a_thread, before[1]))
+    resource.setrlimit(resource.RLIMIT_STACK, (8 << 20, stack[1]))
     try:
-        assert available_memory(tmp_path) == 5 * page
+        for started, expected in ((threads + 2, left + 3 * of_a_thread), (threads - 3, left)):
+            status = (
+                f"Name:\tpython: VmData:\nVmSize:\t{taken >> 10} kB\nVmData:\t{taken >> 10} kB\nThreads:\t{started}\n"
+            )
+            group(tmp_path / "proc/self", {"status": status})
+            assert available_memory(tmp_path) == expected
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
+        resource.setrlimit(limit, before)
+        resource.setrlimit(resource.RLIMIT_STACK, stack)
 
 
 def test_a_group_whose_path_is_the_hosts(tmp_path: Path) -> None:
