@@ -204,6 +204,12 @@ _UNITS = 4
 """Number of units whose parameters may be in memory."""
 
 
+def bytes_in_memory(config: Config) -> int:
+    """Return the bytes of parameters that `Init` keeps in memory, if the config puts states on nvme."""
+    unit_size = config.infinity.unit_size
+    return _UNITS * (UNIT_SIZE if unit_size == "auto" else unit_size)
+
+
 class Init:
     """Build a model in the memory of a few units: `with infinity.Init(config): model = Model(...)`.
 
@@ -230,8 +236,7 @@ class Init:
 
         config = Config.load(config)
         self._folders = config.zero_optimization.nvme_paths
-        unit_size = config.infinity.unit_size
-        self._budget = _UNITS * (UNIT_SIZE if unit_size == "auto" else unit_size)
+        self._budget = bytes_in_memory(config)
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Init:

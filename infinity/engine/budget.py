@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from infinity.comm.agreement.comparison import config_in_common
+from infinity.construction.init_context import bytes_in_memory
 from infinity.errors import ConfigError, OutOfMemoryError
 from infinity.optim.parameter_rule import ParameterRule
 from infinity.plan.budget import Budget
@@ -22,6 +23,7 @@ from infinity.plan.plan import Plan, make_plan
 from infinity.plan.policy import DeviceInfo, RankInfo, compute_dtype, frozen_format, speculates
 from infinity.plan.remedy import Replan, remedy
 from infinity.plan.shortage import Shortage, shortage
+from infinity.sizes import show_bytes
 from infinity.tier_kind import TierKind
 from infinity.tiers.available import available_memory
 from infinity.tiers.files import check_folder
@@ -97,10 +99,18 @@ def free_on_each(folders: list[str]) -> int:
     return nvme_share(min(each) * len(folders))
 
 
-def check_memory(config: Config, plan: Plan, budget: Budget, replan: Replan, available: Mapping[TierKind, int]) -> None:
+def check_memory(
+    config: Config,
+    plan: Plan,
+    budget: Budget,
+    replan: Replan,
+    available: Mapping[TierKind, int],
+    model_bytes: int = 0,
+) -> None:
     """Raise OutOfMemoryError, with a change that suffices, if the plan exceeds a limit or the memory that is available.
 
-    plan: that of `config` and `budget`. A process takes `_PROCESS` bytes of host memory beside it.
+    plan: that of `config` and `budget`. A process takes `_PROCESS` bytes of host memory beside it. model_bytes: of host
+    memory that the model's parameters take, for which the available bytes are those beside them.
     """
     beside = {TierKind.HOST: _PROCESS}
 
@@ -111,9 +121,23 @@ def check_memory(config: Config, plan: Plan, budget: Budget, replan: Replan, ava
     if short is not None:
         more = 0 if short.key else beside.get(short.tier, 0)
         fix = remedy(config, plan, budget, short, replan, lacks)
+        if short.tier.in_host_memory and not short.key and short.needed <= short.available + model_bytes:
+            in_init = model_bytes - bytes_in_memory(config) if config.zero_optimization.nvme_paths else 0
+            where = "on the meta device" + " or in infinity.Init" * (short.needed <= short.available + in_init)
+            free = f"leaves the {show_bytes(model_bytes)} of its parameters free"
+            fix = f"construct the model {where}, which {free} (docs/large_models.md), or {fix}"
         if short.tier.in_host_memory and plan.device.host_addressable and not short.key:
             fix += ". Activations take memory in addition"
         raise OutOfMemoryError(short.name, short.needed + more, short.available + more, fix)
+
+
+def host_bytes(model: nn.Module) -> int:
+    """Return the bytes of host memory that the model's parameters take; 0 on the meta device."""
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for storage in (param.untyped_storage() for param in model.parameters() if param.device.type == "cpu")
+    }
+    return sum(storages.values())
 
 
 def plan_units(

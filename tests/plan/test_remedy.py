@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -120,3 +123,50 @@ def test_an_engine_trains_within_a_budget_that_the_advice_made_fit(
         assert raised is not None
         content["infinity"]["memory"] = {"host": (limit := int(raised[1]))}
         assert losses(content) == expected
+
+
+LIMITED = """
+import os, resource, sys
+from contextlib import nullcontext
+import torch, infinity
+from infinity.errors import OutOfMemoryError
+from infinity.tiers.device import CpuDevice
+
+def private():
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
+
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+torch.set_num_threads(1)
+nvme = {"device": "nvme", "nvme_path": sys.argv[1]}
+zero = {"offload_param": nvme, "offload_optimizer": nvme}
+config = {"train_batch_size": 16, "zero_optimization": zero, "infinity": {"unit_size": "5MB"}}
+start = private()
+context = {"plain": nullcontext(), "meta": torch.device("meta"), "Init": infinity.Init(config)}[sys.argv[2]]
+with context:
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(24)))
+resource.setrlimit(resource.RLIMIT_DATA, (start + 270 * 10**6, resource.RLIM_INFINITY))
+try:
+    with infinity.initialize(model=model, config=config, device=CpuDevice())[0] as engine:
+        for _ in range(3):
+            engine.backward(engine(torch.randn(16, 1024)).square().mean())
+            engine.step()
+    print("trained")
+except OutOfMemoryError as error:
+    print(error.hint)
+"""
+
+
+def test_a_model_that_leaves_too_little_memory_is_to_be_built_without_any(tmp_path: Path) -> None:
+    """Its 101 MB are free on the meta device and in infinity.Init, and the run fits `ulimit -d`, which counts blocks
+    that glibc keeps.
+    """
+    environ = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1048576"}
+
+    def printed(context: str) -> str:
+        command = [sys.executable, "-c", LIMITED, str(tmp_path), context]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert printed("plain").startswith("construct the model on the meta device or in infinity.Init")
+    assert printed("meta") == printed("Init") == "trained\n"
