@@ -122,12 +122,23 @@ def run(flags: Flags) -> None:
         )
         if flags.trace is not None and found.simulation is not None:
             write_output("--trace", flags.trace, json.dumps(found.simulation.chrome_trace()))
-        notes = [*assumed(job.config), *kept(job.config, found.plan, found.ranks_per_node)]
+        notes = [*_chosen(flags), *assumed(job.config), *kept(job.config, found.plan, found.ranks_per_node)]
         if flags.as_json:
             say_json({**found.to_json(), "notes": notes})
         else:
             say(*shown(found, job.machine, notes), *striping(job.config))
     raise typer.Exit(FAILED if found.needs.limits else 0)
+
+
+def _chosen(flags: Flags) -> Iterator[str]:
+    """Yield what is planned in place of a model and a config that are not given."""
+    if flags.model is None and flags.module is None and flags.num_layers is None and flags.hidden_size is None:
+        yield (
+            "no model was given, so this is GPT-2 small: plan your own with --module FILE.py:FUNCTION, one of "
+            "transformers with --model FOLDER, or another GPT-2 with --num-layers and --hidden-size"
+        )
+    if flags.config is None:
+        yield "no --config was given, so this is bf16 and AdamW in stage 3, with every state on nvme"
 
 
 class _Checks:

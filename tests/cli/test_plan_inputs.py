@@ -92,6 +92,14 @@ def test_a_config_without_auto_assumes_nothing(tmp_path: Path) -> None:
     assert planned("--config", file)["notes"] == []
 
 
+def test_a_model_or_config_that_is_not_given_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "engine.json"
+    file.write_text(json.dumps({"train_batch_size": 1}))
+    model, config = json.loads(run("plan", "--json", "--checkpoint-activations").stdout)["notes"]
+    assert "GPT-2 small" in model and "--module" in model and "every state on nvme" in config
+    assert json.loads(run("plan", "--json", "--checkpoint-activations", "--config", file).stdout)["notes"] == [model]
+
+
 def test_problems_of_config_machine_and_model_come_at_once(tmp_path: Path) -> None:
     file = written(tmp_path, {"gradient_clipping": "much", "unheard_of": 1})
     options = ("--config", file, "--host-memory", "3x", "--nvme", "4y", "--endurance", "1PB", "--model", "/absent")
