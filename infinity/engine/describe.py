@@ -74,7 +74,7 @@ def _plain(plan: Plan) -> Iterator[str]:
     """Yield the bytes of states that a loop without an engine holds on every rank: parameters, gradients, fp32 masters
     of 16-bit parameters, and fp32 moments. Rules in Python have states of their own, which are not known here.
     """
-    nbytes = 0
+    nbytes, states = 0, "optimizer states" if plan.update is not None else ""
     for layout in plan.units:
         if layout.windows:
             return
@@ -83,9 +83,11 @@ def _plain(plan: Plan) -> Iterator[str]:
         if isinstance(form, StateFormat):
             moments = sum(kind.per == 1 and kind.name not in MASTERS for kind in form.states)
             each = 2 * torch.float32.itemsize + moments * torch.float32.itemsize
+            if any(kind.name == "momentum_buffer" for kind in form.states):
+                states = "momentum"  # a loop that sets none holds none
         nbytes += layout.parameter_numel * each
-    states = "parameters, gradients and optimizer states" if plan.update is not None else "parameters"
-    yield f"a plain PyTorch loop holds {show_bytes(nbytes)} of {states} in memory"
+    held = f"parameters, gradients and {states}" if states else "parameters"
+    yield f"a plain PyTorch loop holds {show_bytes(nbytes)} of {held} in memory"
 
 
 def _held(plan: Plan) -> Iterator[str]:

@@ -236,7 +236,7 @@ class Repeated(nn.Module):
         self.layers.append(nn.Linear(width, 2 * width))
 
 
-@pytest.mark.parametrize("options", [{}, {"moments": "8bit"}, {"optimizer": "Lion"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"moments": "8bit"}, {"optimizer": "Lion"}, {"optimizer": "SGD"}], ids=str)
 def test_the_bytes_of_a_plain_loop_are_those_that_it_holds(options: dict[str, Any], tmp_path: Path) -> None:
     """Parameters, gradients and moments in fp32; frozen parameters have neither of the latter."""
     model = seeded(Stack)
@@ -248,13 +248,17 @@ def test_the_bytes_of_a_plain_loop_are_those_that_it_holds(options: dict[str, An
     if options.get("optimizer") == "Lion":  # torch has none: one moment
         held += [*trained, *trained]
     else:
-        optimizer = torch.optim.AdamW(trained)
+        optimizer = (
+            torch.optim.SGD(trained, 0.1, momentum=0.9) if options.get("optimizer") else torch.optim.AdamW(trained)
+        )
         model(*token_batches(1)[0]).backward()
         optimizer.step()
         held += [p.grad for p in trained if p.grad is not None]
         held += [state for each in optimizer.state.values() for key, state in each.items() if key != "step"]
     nbytes = sum(tensor.numel() * 4 for tensor in held)
-    assert f"a plain PyTorch loop holds {show_bytes(nbytes)} of parameters" in describe(plan)
+    states = "momentum" if options.get("optimizer") == "SGD" else "optimizer states"
+    line = f"a plain PyTorch loop holds {show_bytes(nbytes)} of parameters, gradients and {states} in memory"
+    assert line in describe(plan)
 
 
 def test_equal_blocks_share_a_line(tmp_path: Path) -> None:
