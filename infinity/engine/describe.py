@@ -158,8 +158,12 @@ def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         numbers = [number for number, _ in alike]
         name = before + numbers[0]
         if len(numbers) > 1:
-            name += f" … {numbers[-1]} ({len(numbers)} alike)"
-        yield from ((name, *cells) for cells in rows)
+            name += f" … {numbers[-1]}"
+        for count, *cells in rows:
+            notes = [f"{len(numbers)} alike"] if len(numbers) > 1 else []
+            if count != "1":
+                notes.append(f"{count} units each" if notes else f"{count} units")
+            yield f"{name} ({', '.join(notes)})" if notes else name, *cells
 
 
 class _Named(NamedTuple):
@@ -180,7 +184,7 @@ class _Named(NamedTuple):
 
 
 def _cells(plan: Plan, layouts: Sequence[UnitLayout]) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of a block, one row for each dtype and tiers of units in it."""
+    """Yield (number of units, cells) of a block, one row for each dtype and tiers of units in it."""
     alike: dict[tuple[str, ...], list[UnitLayout]] = {}
     for layout in layouts:
         dtype = str(layout.dtype).removeprefix("torch.")
@@ -194,7 +198,7 @@ def _cells(plan: Plan, layouts: Sequence[UnitLayout]) -> Iterator[tuple[str, ...
             stored = tier not in (_ON_ARRIVAL, _NOWHERE)
             nbytes = sum(plan.placement.of(layout.index, state).nbytes for layout in members) if stored else 0
             cells.append(f"{tier} {show_bytes(nbytes)}" if stored else tier)
-        yield tuple(cells)
+        yield str(len(members)), *cells
 
 
 def _tier(plan: Plan, layout: UnitLayout, state: State) -> str:

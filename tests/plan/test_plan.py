@@ -274,7 +274,7 @@ def test_equal_blocks_share_a_line(tmp_path: Path) -> None:
     plan = plan_model(model, config, [{"params": list(model.parameters())}], device, Communicator(device)).plan
     lines = describe(plan).splitlines()
     assert len(plan.units) > 80
-    assert any(line.startswith("layers.0 … 39 (40 alike)  33,088 ") for line in lines)
+    assert any(line.startswith("layers.0 … 39 (40 alike, 2 units each)  33,088 ") for line in lines)
     assert any(line.startswith("layers.40 ") for line in lines)
     assert len(lines) <= 9
 
@@ -333,7 +333,7 @@ def test_a_llama_of_7b_takes_ten_lines(tmp_path: Path) -> None:
     config = engine_config(folder=tmp_path, bf16=True, unit_size="64MiB", debug=False)
     plan = plan_model(model, config, [{"params": list(model.parameters())}], device, Communicator(device)).plan
     text = describe(plan)
-    assert "model.layers.0 … 31 (32 alike)" in text and len(text.splitlines()) <= 10
+    assert "model.layers.0 … 31 (32 alike, 8 units each)" in text and len(text.splitlines()) <= 10
 
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
