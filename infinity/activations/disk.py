@@ -22,7 +22,7 @@ from infinity.plan.io import ActivationPlan, IoPlan
 from infinity.plan.placement import Extent, aligned
 from infinity.tier_kind import TierKind
 from infinity.tiers.device import Device
-from infinity.tiers.files import SwapFile, alignment, check_folder, open_swap_files, whole
+from infinity.tiers.files import SwapFile, alignment, check_folder, open_swap_files, warn_of_memory, whole
 from infinity.tiers.io import engine_of, register
 from infinity.tiers.nvme import Request
 from infinity.tiers.staging import Staging
@@ -204,6 +204,8 @@ def open_activations(plan: ActivationPlan | None, device: Device, rank: int) -> 
     if plan.io is not None:
         for folder in plan.io.folders:
             check_folder(folder, "infinity.activations.nvme_path")
+        if rank == 0:
+            warn_of_memory(plan.io.folders)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first real file repeats them
             open_swap_files(plan.io.folders, 1, name=NAME).close()

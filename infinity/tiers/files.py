@@ -267,7 +267,7 @@ def warn_of_memory(folders: Sequence[Path]) -> None:
 @cache
 def _warn_of_memory(folder: Path, kind: str) -> None:
     logger.warning(
-        "%s is on %s, which is memory: states there take host memory and save none. Name a folder on a local drive "
+        "%s is on %s, which is memory: files there take host memory and save none. Name a folder on a local drive "
         "(nvme_path), such as one on ext4 or xfs.",
         folder,
         kind,

@@ -71,6 +71,14 @@ def test_a_folder_in_memory_is_named_once(
     assert len(told(caplog, other)) == 1
 
 
+def test_a_folder_of_saved_activations_is_named(
+    on_drive: Path, in_memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = engine_config(folder=on_drive, activations={"device": "nvme", "nvme_path": str(in_memory)})
+    open_engine(seeded(Stack), config).close()
+    assert len(told(caplog, in_memory)) == 1 and not told(caplog, on_drive)
+
+
 def test_a_folder_on_a_drive_is_not_named(on_drive: Path, caplog: pytest.LogCaptureFixture) -> None:
     training(on_drive).close()
     assert not told(caplog, on_drive)
