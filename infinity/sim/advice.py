@@ -16,6 +16,7 @@ from infinity.plan.policy import speculates
 from infinity.sim.needs import Needs, kept_by_auto
 from infinity.sim.simulate import Simulation
 from infinity.sizes import show_bytes
+from infinity.tier_kind import TierKind
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -40,12 +41,18 @@ def faster(config: Config, simulation: Simulation, needs: Needs, *, checkpointed
     checkpointed: the model recomputes activations already.
     """
     lanes = sorted(simulation.exposed.items(), key=lambda item: -item[1])
-    kept, ranks = kept_by_auto(simulation.plan, needs), simulation.plan.ranks.size
+    kept, states = kept_by_auto(simulation.plan, needs), sum(needs.tiers[TierKind.NVME].values())
+    ranks = simulation.plan.ranks.size
     given: set[str] = set()
     for lane, seconds in lanes:
         if seconds < _EXPOSED * simulation.seconds:
             return
-        if lane in ("nvme_read", "nvme_write") and kept > 0 and config.infinity.memory.host is None:
+        if (
+            lane in ("nvme_read", "nvme_write")
+            and kept >= _EXPOSED * states
+            and kept
+            and config.infinity.memory.host is None
+        ):
             change = f'set infinity.memory.host to "auto", which keeps up to {show_bytes(kept)} of states off the drive'
         elif lane in ("nvme_read", "nvme_write", "update") and config.infinity.moments == "fp32":
             change = 'set infinity.moments to "bf16" or "8bit", which moves fewer bytes'

@@ -50,11 +50,13 @@ class Needs:
         return self.available[tier] - self.peak[tier]
 
 
-def needs_of(plan: Plan, machine: Machine, *, activations: Mapping[TierKind, int], baseline_rss: int) -> Needs:
+def needs_of(
+    plan: Plan, machine: Machine, *, activations: Mapping[TierKind, int], baseline_rss: int, registered: int = 0
+) -> Needs:
     """Return the bytes that all ranks of a node take together.
 
     activations: tier → peak bytes of one rank that autograd saves, besides parameters. baseline_rss: resident bytes of
-    a process before it makes an engine.
+    a process before it makes an engine. registered: bytes of the model's own buffers, which a rank has on its device.
     """
     ranks = machine.ranks_per_node
     place = {tier: TierKind.HOST if tier.on_device and not machine.gpus else tier for tier in TierKind}
@@ -75,6 +77,8 @@ def needs_of(plan: Plan, machine: Machine, *, activations: Mapping[TierKind, int
     for tier, nbytes in activations.items():
         tiers[place[tier]]["activations"] += nbytes * ranks
         peak[place[tier]] += nbytes * ranks
+    tiers[place[TierKind.DEVICE]]["buffers"] += registered * ranks
+    peak[place[TierKind.DEVICE]] += registered * ranks
     peak[TierKind.HOST] += baseline_rss * ranks
     available = {
         TierKind.DEVICE: machine.device_memory * machine.gpus,
@@ -120,11 +124,13 @@ def memory_name(tier: TierKind) -> str:
 
 
 def kept_by_auto(plan: Plan, needs: Needs) -> int:
-    """Return the bytes of a node's states that `infinity.memory.host: "auto"` keeps in host memory at most."""
+    """Return the bytes of a node's states on nvme that `infinity.memory.host: "auto"` keeps in host memory at most."""
     computes_on_host = plan.device.host_addressable
-    filled = sum(nbytes for kind, nbytes in needs.tiers[TierKind.HOST].items() if kind != "activations")
+    held = needs.tiers[TierKind.HOST]
+    filled = sum(nbytes for kind, nbytes in held.items() if kind != "activations")
     room = host_share(needs.available[TierKind.HOST], computes_on_host=computes_on_host) - filled
-    return max(0, min(room, needs.available[TierKind.HOST] - needs.peak[TierKind.HOST]))
+    states = sum(needs.tiers[TierKind.NVME][kind] for kind in _KIND.values())
+    return max(0, min(room, needs.spare(TierKind.HOST), states))
 
 
 def enough(changes: list[tuple[int, str]], missing: int) -> list[str]:

@@ -189,13 +189,20 @@ def _needed(
     """Return a simulation, None without `links`, the plan, and the memory that it needs. `model` cannot be used
     afterwards.
     """
+    registered = _registered(model)
     if links is None:
         plan = plan_of(model, config, machine)
         activations = _activations_of(model, config, machine, train_batch=train_batch)
-        return None, plan, needs_of(plan, machine, activations=activations, baseline_rss=0)
+        return None, plan, needs_of(plan, machine, activations=activations, baseline_rss=0, registered=registered)
     seen = _simulated(model, config, machine, links, train_batch=train_batch, times=times)
-    needs = needs_of(seen.plan, machine, activations=_activations(seen), baseline_rss=links.baseline_rss)
+    saved, baseline = _activations(seen), links.baseline_rss
+    needs = needs_of(seen.plan, machine, activations=saved, baseline_rss=baseline, registered=registered)
     return seen, seen.plan, needs
+
+
+def _registered(model: PlannedModel) -> int:
+    """Return the bytes of the model's own buffers, such as causal masks."""
+    return sum(buffer.nbytes for buffer in model.module.buffers())
 
 
 def _simulated(
@@ -338,8 +345,9 @@ def largest(
     activations = Activations(make, config, machine, train_batch=train_batch)
 
     def limits(blocks: int) -> list[TierKind]:
-        plan, saved = plan_of(make(blocks), config, machine), activations.of(blocks)
-        return needs_of(plan, machine, activations=saved, baseline_rss=baseline_rss).limits
+        model, saved = make(blocks), activations.of(blocks)
+        plan, registered = plan_of(model, config, machine), _registered(model)
+        return needs_of(plan, machine, activations=saved, baseline_rss=baseline_rss, registered=registered).limits
 
     low, high, over = 0, 1, limits(1)
     while not over:

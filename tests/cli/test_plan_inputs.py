@@ -166,6 +166,11 @@ class Net(nn.Module):
             x = block(x).relu()
         return x.square().mean()
 
+class Registers(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.zeros(1000, 1000, dtype=torch.bool))
+
 class Depends(Net):
     def forward(self, x):
         return super().forward(x[x.sum(1) > 0])
@@ -184,6 +189,7 @@ def inputs(batch):
 def build():
     return Net(), inputs
 
+def registers(): return Registers(), inputs
 def depends(): return Depends(), inputs
 def vector(): return Vector(), inputs
 def raises(): return Raises(), inputs
@@ -221,6 +227,18 @@ def test_a_module_of_ones_own_has_the_plan_of_its_engine(own: Path, tmp_path: Pa
     with infinity.initialize(model=made["Net"](), config=config)[0] as engine:
         (line,) = (line for line in engine.describe().splitlines() if line.startswith("this rank holds"))
     assert f"in host memory ({show_bytes(host['params'])} params, {show_bytes(host['buffers'])} buffers), " in line
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_buffers_of_a_module_count_where_the_model_computes(gpus: int, own: Path) -> None:
+    memory = ("--host-memory", "8GiB", "--nvme", "8GiB", "--gpus", gpus, *(["--device-memory", "8GiB"] if gpus else []))
+    without, buffers = (
+        json.loads(run("plan", "--module", f"{own}:{name}", *memory, "--json").stdout)
+        for name in ("build", "registers")
+    )
+    tier = "device" if gpus else "host"
+    assert buffers["tiers"][tier]["buffers"] - without["tiers"][tier]["buffers"] == 10**6
+    assert buffers[f"peak_{tier}_bytes"] - without[f"peak_{tier}_bytes"] == 10**6
 
 
 @pytest.mark.parametrize(
