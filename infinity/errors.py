@@ -64,10 +64,13 @@ class NotEnoughError(InfinityError):
 
     def __init__(self, where: str, needed: int, available: int, hint: str = "") -> None:
         self.where, self.needed, self.available, self.hint = where, needed, available, hint
-        text = (
-            f"too little {self.lacking.format(where)}: {needed:,} bytes are needed, {available:,} are available, "
-            f"{max(0, needed - available):,} are missing"
-        )
+        if needed > available:
+            text = (
+                f"too little {self.lacking.format(where)}: {needed:,} bytes are needed, {available:,} are available, "
+                f"{needed - available:,} are missing"
+            )
+        else:
+            text = f"the system refused {needed:,} bytes of {where}, of which {available:,} are available"
         super().__init__(f"{text}; {hint}" if hint else text)
 
     def __reduce__(self) -> tuple[type[NotEnoughError], tuple[str, int, int, str]]:

@@ -35,7 +35,9 @@ class Runner:
         self.scope = scope
         self.recorder = device.recorder
         self._device = device
-        self._headroom = device.headroom()
+        largest = max((unit.layout for unit in store.units), key=lambda layout: layout.nbytes)
+        has_parts = 2 * max(slot.numel for slot in largest.slots) <= largest.numel
+        self._headroom = device.headroom(largest.nbytes if has_parts else 0)
         self._ranks = ranks
         for unit in store.units:
             residents.add_parameters(unit, self)

@@ -177,7 +177,7 @@ class SimulatedDevice(Device):
     def poison(self, buffer: torch.Tensor) -> None:
         """Released buffers hold nothing."""
 
-    def headroom(self) -> Headroom:
+    def headroom(self, largest: int) -> Headroom:
         return Headroom(watches=False)  # no memory is taken
 
     def available_bytes(self) -> int:

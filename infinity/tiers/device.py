@@ -145,9 +145,9 @@ class Device(ABC):
         """Return the bytes that can still be allocated on the device."""
         return available_memory()
 
-    def headroom(self) -> Headroom:
-        """Return the watch of host memory while a model runs."""
-        return Headroom()
+    def headroom(self, largest: int) -> Headroom:
+        """Return the watch of host memory while a model runs. largest: as of `Headroom`."""
+        return Headroom(largest)
 
     def finish(self) -> None:  # noqa: B027 - copies of the host are done on return
         """Wait for all copies that were issued. Their memory may be freed or reused afterwards."""

@@ -11,7 +11,7 @@ import resource
 
 from infinity.concurrency import now
 from infinity.observe.log import logger
-from infinity.sizes import show_bytes
+from infinity.sizes import format_size, show_bytes
 from infinity.tiers.available import available_memory
 
 _INTERVAL = 0.005
@@ -25,7 +25,9 @@ _LEAST = 16 << 20
 class Headroom:
     """Logs one warning if less host memory is left than the model has taken since the last look."""
 
-    def __init__(self, *, watches: bool = True) -> None:
+    def __init__(self, largest: int = 0, *, watches: bool = True) -> None:
+        """largest: bytes of the largest unit, if a lower infinity.unit_size divides it; else 0."""
+        self._largest = largest
         self._watches = watches
         self._looked = 0.0
         self._peak: int | None = None
@@ -49,14 +51,24 @@ class Headroom:
         self._watches = False
         # No error: the units that follow may need less, and only the kernel knows what it can reclaim.
         logger.warning(
-            "host memory: %s are left before unit %s, and the model has just taken %s, mostly activations. "
-            "If memory runs out, the kernel kills the process (exit status 137). Lower the micro-batch, checkpoint "
-            'activations, set infinity.activations.device to "nvme", or lower infinity.unit_size. '
-            "MALLOC_MMAP_THRESHOLD_=1048576 in the environment returns freed blocks to the system.",
+            "host memory: %s are left before unit %s, and the model has just taken %s, mostly activations. If memory "
+            "runs out, the kernel kills the process (exit status 137), or under a ulimit an allocation fails. "
+            "Lower the micro-batch%s or checkpoint activations (torch.utils.checkpoint). "
+            "MALLOC_MMAP_THRESHOLD_=1048576 in the environment returns freed blocks to the system. If activations take "
+            'several hundred MB, infinity.activations.device "nvme" moves them to the drive.',
             show_bytes(left),
             unit,
             show_bytes(grown),
+            self._smaller_buffers(),
         )
+
+    def _smaller_buffers(self) -> str:
+        """Return the change that shrinks buffers: a unit_size of at most half the largest unit."""
+        if not self._largest:
+            return ""
+        half = format_size(1 << max(12, (self._largest // 2).bit_length() - 1))
+        largest = show_bytes(self._largest)
+        return f', set infinity.unit_size to "{half}" for smaller buffers (the largest unit has {largest}),'
 
 
 def _resident() -> int:

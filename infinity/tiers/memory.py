@@ -39,8 +39,11 @@ def host_tensor(nbytes: int, *, pin: bool = False) -> torch.Tensor:
         # A mapping of its own: munmap returns the bytes to the system at once, whatever else the heap holds.
         mapping = _Mapping(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        hint = "lower infinity.unit_size or infinity.prefetch_bytes, or keep fewer states on cpu"
-        raise OutOfMemoryError("host memory", length, available_memory(), hint) from error
+        available = available_memory()
+        hint = "lower infinity.unit_size, or infinity.memory.host if it keeps states in memory"
+        if length <= available:
+            hint = "see vm.overcommit_memory and vm.max_map_count (sysctl)"
+        raise OutOfMemoryError("host memory", length, available, hint) from error
     # A child process must not share pages that the kernel is writing into (fork during direct reads).
     mapping.madvise(mmap.MADV_DONTFORK)
     _alive.add(mapping)

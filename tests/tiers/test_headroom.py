@@ -52,8 +52,15 @@ def test_a_forward_that_memory_does_not_hold_is_announced() -> None:
     assert "are left before unit blocks." in line and "infinity.activations.device" in line
 
 
+@pytest.mark.parametrize(
+    ("largest", "advice"),
+    [
+        (14 << 20, ', set infinity.unit_size to "4MiB" for smaller buffers (the largest unit has 14.68 MB), or'),
+        (0, "Lower the micro-batch or checkpoint"),
+    ],
+)
 def test_what_the_last_unit_took_has_to_be_left(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    largest: int, advice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Growth is that of this process: what another one takes meanwhile is no growth of a unit."""
     peak, left = [1000 * MIB], [1000 * MIB]
@@ -61,7 +68,7 @@ def test_what_the_last_unit_took_has_to_be_left(
     monkeypatch.setattr(headroom, "now", count(1.0).__next__)
     monkeypatch.setattr(headroom, "available_memory", lambda: left[0])
     monkeypatch.setattr(headroom.logger, "propagate", True)
-    found = Headroom()
+    found = Headroom(largest)
     peak[0] += 300 * MIB  # the script loads its data
     left[0] -= 900 * MIB  # and another process
     found.follow("a")
@@ -77,7 +84,7 @@ def test_what_the_last_unit_took_has_to_be_left(
     peak[0] += 20 * MIB
     found.follow("e")
     (record,) = caplog.records
-    assert "20.97 MB are left before unit d" in record.getMessage()
+    assert "20.97 MB are left before unit d" in record.getMessage() and advice in record.getMessage()
 
 
 def test_small_units_are_not_followed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ WIDTH = 16
 class Unwatched(CpuDevice):
     """A device whose host memory nobody watches: a watch looks every few milliseconds, in more calls if time passes."""
 
-    def headroom(self) -> Headroom:
+    def headroom(self, largest: int) -> Headroom:
         return Headroom(watches=False)
 
 
