@@ -24,6 +24,8 @@ from torch.nn.parameter import is_lazy
 
 from infinity.construction.mapped import MappedFile
 from infinity.errors import ModelError
+from infinity.observe.log import logger
+from infinity.sizes import show_bytes
 from infinity.tiers.memory import PAGE, return_freed_memory, storage_users
 from infinity.units.discover import UNIT_SIZE
 from infinity.units.released import is_released
@@ -245,6 +247,15 @@ class Init:
             self._hooks.append(register_module_parameter_registration_hook(spill.notice))
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._hooks:
             self._hooks.pop().remove()
+        # torch has no class for it: a RuntimeError of its allocator.
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            logger.warning(
+                "memory ran out in infinity.Init, which keeps up to %s of parameters in memory (4 times "
+                "infinity.unit_size). Under ulimit -d or -v, blocks that glibc keeps after they are freed count, too: "
+                "set MALLOC_MMAP_THRESHOLD_=1048576 in the environment. torch.device('meta') takes no memory "
+                "(docs/large_models.md).",
+                show_bytes(self._budget),
+            )

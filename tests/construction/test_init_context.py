@@ -10,6 +10,7 @@ import os
 import pickle
 import resource
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -621,6 +622,26 @@ def test_a_model_on_meta_is_initialised_as_ever(tmp_path: Path) -> None:
 
 
 # -- too little --------------------------------------------------------------------------------------------------------
+
+
+LIMITED = """
+import resource, sys
+import torch, infinity
+nvme = {"device": "nvme", "nvme_path": sys.argv[1]}
+config = {"train_batch_size": 1, "zero_optimization": {"offload_param": nvme}, "infinity": {"unit_size": "1MiB"}}
+size = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (size + (300 << 20), resource.RLIM_INFINITY))
+with infinity.Init(config):
+    torch.nn.Linear(10_000, 10_000)
+"""
+
+
+def test_memory_that_runs_out_in_the_block_is_explained(tmp_path: Path) -> None:
+    """torch's error goes on."""
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert "can't allocate memory" in done.stderr.splitlines()[-1]
+    (line,) = [line for line in done.stderr.splitlines() if "memory ran out in infinity.Init" in line]
+    assert "up to 4.19 MB" in line and "MALLOC_MMAP_THRESHOLD_" in line
 
 
 def test_a_folder_that_takes_no_file(tmp_path: Path) -> None:
