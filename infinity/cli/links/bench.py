@@ -56,7 +56,7 @@ from infinity.tiers.device import Device
 _TRAINING = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-import psutil, torch, infinity
+import psutil, torch, torch._dynamo, infinity
 from infinity.sim.gpt2 import GPT2, GPT2Config
 with torch.device("meta"):
     model = GPT2(GPT2Config(vocab_size=64, seq_length=16, num_layers=1, hidden_size=64, num_attention_heads=2))
@@ -73,8 +73,8 @@ engine.close()
 def baseline_rss() -> int:
     """Return the resident bytes of a new process that has imported torch and trained a transformer of one small layer.
 
-    Importing alone leaves out what training loads: torch's compiler, which a model on the meta device imports, the
-    kernels' code, such as that of attention, and the stacks of threads.
+    Importing alone leaves out what training loads: torch's compiler, which transformers and activation checkpointing
+    import, the kernels' code, such as that of attention, and the stacks of threads.
     """
     command = [sys.executable, "-I", "-c", _TRAINING, json.dumps(sys.path)]
     ended = subprocess.run(command, capture_output=True, text=True, env=_of_one_rank())
