@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import psutil
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
@@ -36,7 +37,9 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     small = f"{' and '.join(map(memory_name, needs.limits))} {'is' if len(needs.limits) == 1 else 'are'}"
     fits = "fits" if not needs.limits else f"does not fit: {small} too small"
     if not needs.limits and found.simulation is None and needs.spare(TierKind.HOST) < _PROCESS * found.ranks_per_node:
+        own = show_bytes(psutil.Process().memory_info().rss)
         fits += f", if the processes themselves take less than {show_bytes(needs.spare(TierKind.HOST))} of host memory"
+        fits += f" (this one, which has imported torch, takes {own})"
     yield Text(f"It {fits}.", style="green" if not needs.limits else "red")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 2, 0, 0))
     table.add_column("bytes of a node")
@@ -56,8 +59,8 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     for tier in TierKind:
         if passing := needs.passing[tier]:
             yield (
-                f"the table has {show_bytes(passing)} of {tier} for stored gradients: after three steps, only those of "
-                "units that run in a new order or are updated in the next forward (infinity.forward_updates)"
+                f"{tier}: {show_bytes(passing)} of it are for gradients of the first three steps. Later steps store only "
+                "gradients of units that run in a new order or are updated in the next forward (infinity.forward_updates)"
             )
     if found.plan.drafted:
         yield (

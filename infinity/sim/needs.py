@@ -15,6 +15,7 @@ from infinity.sizes import show_bytes
 from infinity.tier_kind import TierKind
 
 KINDS = ("params", "gradients", "optimizer", "activations", "buffers")
+_CHECKPOINT = "checkpoint activations (torch.utils.checkpoint in the model, or a Trainer's gradient_checkpointing)"
 _KIND = {State.PARAM: "params", State.GRAD: "gradients", State.OPTIM: "optimizer"}
 
 
@@ -164,7 +165,7 @@ def _changes(plan: Plan, needs: Needs, tier: TierKind, savings: Savings, missing
     fewer = [
         change
         for change, is_left in (
-            ("checkpoint activations", savings.checkpoint),
+            (_CHECKPOINT, savings.checkpoint),
             ("use a smaller micro-batch", savings.smaller_batch),
         )
         if is_left
