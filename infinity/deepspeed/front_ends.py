@@ -1,4 +1,4 @@
-"""Accelerate's view of ranks without an accelerator, and the optimizers that it replaces.
+"""Accelerate's view of ranks without an accelerator, and the optimizers and paths that it fills in.
 
 Accelerate 1.15 chooses no backend there, unless its arguments select the CPU. It then takes each rank for the only
 process, although it has initialized a process group through DeepSpeed's interface. Every rank would train on the same
@@ -8,10 +8,12 @@ data.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
+from infinity.deepspeed.engine_names import read
 from infinity.errors import ConfigError, UsageError
 from infinity.rules import RULES
 
@@ -65,6 +67,27 @@ def check_groups(params: Any) -> None:
             f"DeepSpeedCPUAdam was given the param_groups of {name}, and would train with Adam in its place. "
             "Accelerate and Trainer construct it for every optimizer if the config has offload_optimizer. "
             f"Set {_KEY}: false in the config, so that {name} itself is used, or choose AdamW (--optim adamw_torch)."
+        )
+
+
+def check_folders(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for states on nvme whose folder is the text "none", the plugin's default for a path."""
+    unnamed = [
+        name
+        for name in ("offload_param", "offload_optimizer")
+        if read(settings, f"zero_optimization.{name}.device") == "nvme"
+        and read(settings, f"zero_optimization.{name}.nvme_path") == "none"
+    ]
+    if unnamed:
+        keys = " and ".join(f"zero_optimization.{name}.nvme_path" for name in unnamed)
+        options = " and ".join(f"--{name}_nvme_path" for name in unnamed)
+        variables = " and ".join(f"ACCELERATE_DEEPSPEED_{name.upper()}_NVME_PATH" for name in unnamed)
+        arguments = ", ".join(f"{name}_nvme_path=…" for name in unnamed)
+        raise ConfigError(
+            f'{keys}: "none" is no folder. Accelerate fills it in where it has no path, and `accelerate launch` 1.15 '
+            f"ignores {options}. Set {variables} in the environment to a folder on a local drive, pass "
+            f"DeepSpeedPlugin({arguments}), or name the folder in a JSON (--deepspeed_config_file). "
+            'A folder with this name is "./none".'
         )
 
 

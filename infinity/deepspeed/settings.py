@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from infinity.deepspeed.engine_names import read
+from infinity.deepspeed.front_ends import check_folders
 from infinity.errors import ConfigError, ModelError, RanksError, StorageError, UsageError
 from infinity.observe.log import logger
 
@@ -59,6 +60,7 @@ def load_settings(settings: Mapping[str, Any], model: nn.Module, fill: Fill | No
     from infinity.config import Config, Fill, hidden_size_of  # here, since pydantic takes long to import
 
     settings = dict(settings)
+    check_folders(settings)
     if settings.get("steps_per_print") == math.inf:  # as Accelerate switches the lines off
         settings["steps_per_print"] = 0
     fill = replace(fill or Fill(), hidden_size=hidden_size_of(model))

@@ -131,6 +131,34 @@ def test_an_nvme_path_that_cannot_be_created_is_named(opens: Opens, tmp_path: Pa
         opens(3, zero_optimization={"offload_optimizer": nvme, "offload_param": nvme})
 
 
+@pytest.mark.parametrize("kinds", [("param", "optimizer"), ("optimizer",)])
+@pytest.mark.parametrize("build", ["initialize", "Init", "DeepSpeedConfig"])
+def test_the_text_none_is_no_nvme_path(
+    build: str, kinds: tuple[str, ...], opens: Opens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate's plugin fills it in for a missing path. The error names the variables, and no folder is made."""
+    monkeypatch.chdir(tmp_path)
+    zero = {"stage": 3, **{f"offload_{kind}": {"device": "nvme", "nvme_path": "none"} for kind in kinds}}
+    with pytest.raises(ConfigError) as found:
+        if build == "initialize":
+            opens(3, zero_optimization=zero)
+        elif build == "Init":
+            deepspeed.zero.Init(config_dict_or_path={"zero_optimization": zero})
+        else:
+            deepspeed.DeepSpeedConfig({**CONFIG, "zero_optimization": zero})
+    message = str(found.value)
+    for kind in ("PARAM", "OPTIMIZER"):
+        assert (f"ACCELERATE_DEEPSPEED_OFFLOAD_{kind}_NVME_PATH" in message) == (kind.lower() in kinds)
+    assert "--deepspeed_config_file" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_none_is_a_path_of_states_in_memory(opens: Opens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    opens(3, zero_optimization={"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "none"}})
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("section", "rule", "params"),
     [
