@@ -330,7 +330,8 @@ def bench_links(
     weights                bytes/s at which a matmul of 16 rows reads
                            its weight, by dtype
     baseline_rss           memory of a process that trained one small
-                           layer with torch
+                           layer with torch, and imported transformers'
+                           Trainer if it is installed
     machine, measurement   what was measured, and how
 
     For collective, start it on several ranks: torchrun --nproc-per-node 2 -m infinity.cli.main bench-links …

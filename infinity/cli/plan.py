@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -110,6 +111,7 @@ def run(flags: Flags) -> None:
         if flags.max_model:
             _say_largest(flags, job)
             return
+        busy = [*_busy()]
         is_measured = flags.this_machine and not job.machine.gpus and job.links is not None
         found = predict(
             job.make,
@@ -122,12 +124,27 @@ def run(flags: Flags) -> None:
         )
         if flags.trace is not None and found.simulation is not None:
             write_output("--trace", flags.trace, json.dumps(found.simulation.chrome_trace()))
-        notes = [*_chosen(flags), *assumed(job.config), *kept(job.config, found.plan, found.ranks_per_node)]
+        notes = [
+            *_chosen(flags),
+            *(busy if is_measured else ()),
+            *assumed(job.config),
+            *kept(job.config, found.plan, found.ranks_per_node),
+        ]
         if flags.as_json:
             say_json({**found.to_json(), "notes": notes})
         else:
             say(*shown(found, job.machine, notes), *striping(job.config))
     raise typer.Exit(FAILED if found.needs.limits else 0)
+
+
+def _busy() -> Iterator[str]:
+    """Yield that other processes use the processors, which lengthens operations that are timed."""
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > cores / 2:
+        yield (
+            f"operations were timed while other processes used the processors (load {load:.1f}, {cores} cores): "
+            "predict again while nothing else runs"
+        )
 
 
 def _chosen(flags: Flags) -> Iterator[str]:

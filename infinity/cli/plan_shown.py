@@ -32,7 +32,9 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     needs, seen = found.needs, found.simulation
     nodes = counted(machine.nodes, "node")
     computes = f"{counted(machine.gpus, 'GPU')} each" if machine.gpus else "the host computes"
-    work = f"{show_count(found.parameters)} parameters, {counted(found.sequences, 'sequence')} a step"
+    samples = counted(found.sequences, "sequence" if found.tokens > 1 else "sample")
+    length = f" of {found.tokens:,} tokens" if found.tokens > 1 else ""
+    work = f"{show_count(found.parameters)} parameters, {samples}{length} a step"
     yield Text(printable(f"{found.model}, {work}; {nodes}, {computes}"), style="bold")
     small = f"{' and '.join(map(memory_name, needs.limits))} {'is' if len(needs.limits) == 1 else 'are'}"
     fits = "fits" if not needs.limits else f"does not fit: {small} too small"
@@ -53,19 +55,21 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     yield from notes
     if seen is not None and not machine.gpus and 0 <= needs.spare(TierKind.HOST) < _FREED * needs.peak[TierKind.HOST]:
         yield (
-            "glibc may keep freed blocks beyond this peak, and less than a quarter of it is left: set "
-            "MALLOC_MMAP_THRESHOLD_=1048576 in the environment, with which they go back to the system"
+            "host memory left is less than a quarter of the peak, and blocks that glibc keeps after they are freed may "
+            "take it: set MALLOC_MMAP_THRESHOLD_=1048576 in the environment, which returns them to the system"
         )
     for tier in TierKind:
         if passing := needs.passing[tier]:
             yield (
-                f"{tier}: {show_bytes(passing)} of it are for gradients of the first three steps. Later steps store only "
-                "gradients of units that run in a new order or are updated in the next forward (infinity.forward_updates)"
+                f"{tier}: {show_bytes(passing)} of it are for gradients of the first three steps. Later steps store "
+                "only those of units that run in a new order or are updated in the next forward "
+                "(infinity.forward_updates)"
             )
     if found.plan.drafted:
         yield (
-            f"{found.plan.drafted_share:.0%} of the parameters are updated during backward unless gradients are scaled "
-            "(infinity.speculate); the table has their second slots, and the step scales none"
+            f"{found.plan.drafted_share:.0%} of the parameters are updated during backward (infinity.speculate). The "
+            "step is one whose gradients clipping leaves as they are; otherwise these updates are repeated. The table "
+            "counts the second slots of their states"
         )
     if seen is not None:
         how = ", measured here" if found.is_measured else ""

@@ -53,7 +53,9 @@ class Links:
     flops: Mapping[str, float | None]
     """torch's name of each dtype in `DTYPES` → FLOP/s of a matmul on the device that the engine computes on."""
     baseline_rss: int
-    """Resident bytes of a process that has imported torch and trained a transformer of one small layer."""
+    """Resident bytes of a process that has imported torch, and transformers' Trainer if it is installed, and has
+    trained a transformer of one small layer.
+    """
     weights: Mapping[str, float | None] = field(default_factory=dict)
     """torch's name of a dtype → bytes of a weight per second in a matmul of few rows. Without it, only `flops` bounds a
     matmul.

@@ -166,7 +166,7 @@ def _changes(plan: Plan, needs: Needs, tier: TierKind, savings: Savings, missing
         change
         for change, is_left in (
             (_CHECKPOINT, savings.checkpoint),
-            ("use a smaller micro-batch", savings.smaller_batch),
+            ("use a smaller micro-batch or shorter sequences", savings.smaller_batch),
         )
         if is_left
     ]

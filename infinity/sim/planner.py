@@ -50,6 +50,8 @@ class Prediction:
     parameters: int
     sequences: int
     """Sequences of a step, all ranks together."""
+    tokens: int
+    """Tokens of a sequence; 1: the module takes samples of its own kind."""
     needs: Needs
     plan: Plan
     ranks_per_node: int
@@ -147,6 +149,7 @@ def predict(
         model=model.name,
         parameters=parameters,
         sequences=sequences,
+        tokens=model.sequence,
         needs=needs,
         plan=plan,
         ranks_per_node=machine.ranks_per_node,

@@ -165,7 +165,11 @@ def test_the_table_has_the_step_and_its_waits(rates: Path, tmp_path: Path) -> No
     slow.write_text(json.dumps(RATES | {"nvme_read": 1e6, "nvme_write": 1e6, "nvme_mixed": 1e6}))
     result = run("plan", *SHAPE, *MEMORY, "--bandwidths", slow, "--trace", trace)
     assert result.exit_code == 0, result.output
-    for text in ("GPT-2, 218 k parameters, 2 sequences a step; 1 node, the host computes", "It fits.", "step: "):
+    for text in (
+        "GPT-2, 218 k parameters, 2 sequences of 32 tokens a step; 1 node, the host computes",
+        "It fits.",
+        "step: ",
+    ):
         assert text in result.stdout, result.stdout
     assert "waits for nvme_read" in result.stdout or "waits for nvme_write" in result.stdout
     assert "advice: the model waits" in result.stdout and 'set infinity.memory.host to "auto"' in result.stdout
@@ -348,7 +352,9 @@ def test_activations_that_do_not_fit_name_the_key_that_moves_them(host: str, tmp
     assert line.startswith("host memory is ")
     freed = before["peak_host_bytes"] - after["peak_host_bytes"]
     if after["limits"]:
-        assert "checkpoint activations (torch" in line and line.endswith("if that is not enough use a smaller micro-batch")
+        assert "checkpoint activations (torch" in line and line.endswith(
+            "use a smaller micro-batch or shorter sequences"
+        )
     else:
         assert line.endswith(f'set infinity.activations.device to "nvme", which frees {show_bytes(freed)}')
     assert not any("infinity.activations.device" in line for line in after["advice"])
@@ -357,7 +363,7 @@ def test_activations_that_do_not_fit_name_the_key_that_moves_them(host: str, tmp
 def test_moving_activations_is_not_advised_where_it_frees_nothing() -> None:
     options = (*SHAPE[:-2], "--batch-size", "4096", "--host-memory", "64MiB", "--nvme", "8GiB")
     line = planned(*options, "--checkpoint-activations", code=1)["advice"][0]
-    assert line.endswith(": use a smaller micro-batch")
+    assert line.endswith(": use a smaller micro-batch or shorter sequences")
 
 
 def test_train_batch_reads_parameters_once_for_all_micro_batches(rates: Path, tmp_path: Path) -> None:

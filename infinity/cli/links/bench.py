@@ -54,9 +54,11 @@ from infinity.tiers.accelerator import default_device
 from infinity.tiers.device import Device
 
 _TRAINING = """
-import json, sys
+import contextlib, json, sys
 sys.path[:] = json.loads(sys.argv[1])
 import psutil, torch, torch._dynamo, infinity
+with contextlib.suppress(Exception):
+    from transformers import Trainer
 from infinity.sim.gpt2 import GPT2, GPT2Config
 with torch.device("meta"):
     model = GPT2(GPT2Config(vocab_size=64, seq_length=16, num_layers=1, hidden_size=64, num_attention_heads=2))
@@ -71,7 +73,8 @@ engine.close()
 
 
 def baseline_rss() -> int:
-    """Return the resident bytes of a new process that has imported torch and trained a transformer of one small layer.
+    """Return the resident bytes of a new process that has imported torch, and transformers' Trainer if it is installed,
+    and has trained a transformer of one small layer.
 
     Importing alone leaves out what training loads: torch's compiler, which transformers and activation checkpointing
     import, the kernels' code, such as that of attention, and the stacks of threads.
