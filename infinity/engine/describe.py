@@ -18,6 +18,11 @@ from infinity.tier_kind import TierKind
 
 _HEAD = ("unit", "parameters", "dtype", "param", "gradient", "master and moments")
 _KINDS = {State.PARAM: "params", State.GRAD: "gradients", State.OPTIM: "optimizer"}
+_WHEN = {
+    "during_backward": "during backward",
+    "after_backward": "after backward",
+    "next_forward": "in the next forward",
+}
 _ON_ARRIVAL, _NOWHERE = "on arrival", "-"
 _BLOCK = re.compile(r"(?P<before>(?:[^.]+\.)*?)(?P<number>\d+)(?:\.(?P<inner>.+))?$")
 """Path of a unit in a repeated block: `model.layers.` 0 `mlp`."""
@@ -45,7 +50,12 @@ def summarize(plan: Plan) -> str:
     ranks = f", stage {plan.stage} over {plan.ranks.size} ranks" if plan.ranks.size > 1 else ""
     if plan.ranks.model_parallel > 1:
         ranks = f", tensor parallel over {plan.ranks.model_parallel} ranks{ranks}"
-    purpose = f"update {plan.update.replace('_', ' ')}" if plan.update else "for inference"
+    purpose = f"update {_WHEN[plan.update]}" if plan.update else "for inference"
+    if plan.drafted:
+        drafted = "" if plan.drafted_share == 1.0 else f"of {counted(len(plan.drafted), 'unit')} "
+        purpose = f"update {drafted}during backward"
+        purpose += f", of the others {_WHEN[plan.update]}" if drafted and plan.update else ""
+        purpose += "; if clipping or a loss scale changes the gradients, these updates are repeated"
     if plan.in_forward:
         purpose += f", of {counted(len(plan.in_forward), 'unit')} in the next forward"
     if plan.in_place:
@@ -140,11 +150,8 @@ def _drafts(plan: Plan) -> Iterator[str]:
         slots = plan.placement.spares.values()
         sizes = [(sum(slot.nbytes for slot in slots if slot.tier is tier), tier) for tier in TierKind]
         held = ", ".join(f"{show_bytes(nbytes)} on {tier}" for nbytes, tier in sizes if nbytes)
-        slots_take = f"; second slots of their states take {held}" if held else ""
-        yield (
-            f"{counted(len(plan.drafted), 'unit')} updated during backward unless gradients are scaled "
-            f"(infinity.speculate){slots_take}"
-        )
+        if held:
+            yield f"to repeat an update, second slots of the states take {held} (infinity.speculate)"
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, ...]]:
