@@ -268,8 +268,11 @@ def language_model(name: str, module: nn.Module, *, sequence: int | None, checkp
     settings.use_cache = False
     if checkpoint:
         try:
-            module.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        except (AttributeError, TypeError, ValueError) as error:
+            # Its name since transformers 5.24; the older one warns there.
+            names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+            enable: Any = next(filter(None, (getattr(module, each, None) for each in names)))
+            enable({"use_reentrant": False})
+        except (AttributeError, StopIteration, TypeError, ValueError) as error:
             raise ConfigError(f"--checkpoint-activations: {name} does not support it ({error}).") from error
     length = sequence or int(getattr(settings, "max_position_embeddings", 0) or 1024)
 
