@@ -55,8 +55,9 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     yield from notes
     if seen is not None and not machine.gpus and 0 <= needs.spare(TierKind.HOST) < _FREED * needs.peak[TierKind.HOST]:
         yield (
-            "host memory left is less than a quarter of the peak, and blocks that glibc keeps after they are freed may "
-            "take it: set MALLOC_MMAP_THRESHOLD_=1048576 in the environment, which returns them to the system"
+            f"{show_bytes(needs.spare(TierKind.HOST))} of host memory are left, and predicted peaks were up to 22 % "
+            "too low: leave more, or set MALLOC_MMAP_THRESHOLD_=1048576 in the environment, which returns blocks that "
+            "glibc keeps after they are freed"
         )
     for tier in TierKind:
         if passing := needs.passing[tier]:
