@@ -1,10 +1,16 @@
-"""`infinity run`: DeepSpeed's launcher over torchrun, with infinity.deepspeed in place of deepspeed."""
+"""`infinity run`: DeepSpeed's launcher, with infinity.deepspeed in place of deepspeed.
+
+A single rank replaces this process. Several ranks are started by torchrun, in this process.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
 import signal
 import socket
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -12,7 +18,7 @@ from typing import NoReturn
 import typer
 
 from infinity.cli.console import FAILED, USAGE, check_one_of, fail, note, one_line_errors
-from infinity.deepspeed.launcher.flags import BIND, Kind, Program
+from infinity.deepspeed.launcher.flags import BIND, TORCHRUN, Command, Kind, Program
 from infinity.deepspeed.launcher.runner import (
     DEEPSPEED_ENVIRONMENT_NAME,
     DEEPSPEED_ENVIRONMENT_PATHS,
@@ -20,6 +26,7 @@ from infinity.deepspeed.launcher.runner import (
     read_exports,
 )
 from infinity.deepspeed.launcher.translate import Host, Launch, Machine, Request, parse_hostfile, translate
+from infinity.durable.command import as_replaced
 from infinity.errors import ConfigError
 
 ALL = -1
@@ -60,7 +67,7 @@ class Flags:
 
 
 def run(flags: Flags) -> None:
-    """Run the command; see its help. Returns if all ranks ended with status 0."""
+    """Run the command; see its help. Becomes a single rank; with several, returns if all ended with status 0."""
     level = "error" if flags.quiet else flags.log_level
     check_one_of("--log_level", level, _LOG_LEVELS)
     with one_line_errors():
@@ -81,8 +88,11 @@ def run(flags: Flags) -> None:
                 f"nothing was started: run each command on its host, or infinity run there with --node_rank 0 to {last}"
             )
         command = launch.commands[launch.here]
-        os.environ.update(command.environment)
-        _start(list(command.arguments))
+        if command.program == TORCHRUN:
+            os.environ.update(command.environment)
+            _start(list(command.arguments))
+        else:
+            _become(command)
 
 
 def _show(launch: Launch) -> None:
@@ -137,22 +147,53 @@ def _read_hosts(hostfile: Path | None) -> tuple[Host, ...] | None:
     return parse_hostfile(text, str(hostfile))
 
 
-def _this_machine() -> Machine:
-    import torch
+_GPU_DRIVERS = ("libcuda.so.1", "libnvidia-ml.so.1")
+_ROCM_DEVICE = Path("/dev/kfd")
 
+
+def _this_machine() -> Machine:
     name = socket.gethostname()
+    with socket.socket() as chosen:
+        chosen.bind(("", 0))
+        port = chosen.getsockname()[1]
     return Machine(
-        gpus=torch.cuda.device_count(),
+        gpus=_count_gpus(),
         cores=len(os.sched_getaffinity(0)),
         names=frozenset({name, name.partition(".")[0], socket.getfqdn(), "localhost", "127.0.0.1"}),
         environ=os.environ,
+        python="python" if shutil.which("python") == sys.executable else sys.executable,
+        port=port,
     )
+
+
+def _count_gpus() -> int:
+    """Return the number of GPUs visible to torch, which is imported only if the machine has a driver for one."""
+    if not _ROCM_DEVICE.exists() and not any(map(_can_load, _GPU_DRIVERS)):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _can_load(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _check_script(name: str) -> None:
     """Refuse a script that does not exist before ranks are started."""
     if not Path(name).exists():
         raise ConfigError(f"the script {name} does not exist: pass an existing file, after all options of infinity run")
+
+
+def _become(command: Command) -> NoReturn:
+    """Replace this process by `command`, so that signals, exit status and memory are those of the rank."""
+    kept = {name: value for name, value in os.environ.items() if name not in command.unset}
+    environment = {**kept, **command.environment, **as_replaced()}
+    os.execvpe(command.program, [command.program, *command.arguments], environment)
 
 
 def _start(arguments: list[str]) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity.checkpoint.format import crc32_of
+from infinity.durable.command import command_line, start_folder
 from infinity.errors import CheckpointError
 from infinity.inputs import parse_json, read_input
 from infinity.plan.formats import StateFormat, StateKind
@@ -34,7 +32,7 @@ class Manifest:
 
     layout: dict[str, Any]
     command: tuple[str, ...]
-    """The command line, with that of torchrun if it started the ranks."""
+    """The command line that started the ranks: torchrun's, or that of `infinity run`, if there is one."""
     folder: str
     """The working directory in which the command started."""
     runs: tuple[str, ...] = ()
@@ -95,7 +93,7 @@ def manifest_of(plan: Plan, config: Config, ranks: int) -> Manifest:
     if any(weight != 1 for weight in plan.io.stripe.weights):
         layout["weights"] = plan.io.stripe.weights
     runs = tuple(os.path.abspath(folder / plan.io.durable.run) for folder in plan.io.folders)
-    return Manifest(json.loads(json.dumps(layout)), _command(), _start_folder(), runs)
+    return Manifest(json.loads(json.dumps(layout)), command_line(), start_folder(), runs)
 
 
 def _states(plan: Plan, unit: UnitLayout) -> tuple[StateKind, ...]:
@@ -140,33 +138,3 @@ def read_manifest(path: Path) -> Manifest | None:
         return None
     command, runs = (tuple(map(str, content.get(key, ()))) for key in ("command", "runs"))
     return Manifest(content["layout"], command, str(content.get("folder")), runs, content.get("has_commit") is True)
-
-
-def _command() -> tuple[str, ...]:
-    """Return the command line of this process, or of the torchrun that started it, with the path of its program."""
-    command = sys.orig_argv
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        with contextlib.suppress(OSError):
-            content = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
-            command = [os.fsdecode(part) for part in content.removesuffix(b"\0").split(b"\0")]
-    program, *arguments = command
-    return (shutil.which(program) or program, *arguments)  # PATH may differ when the run is resumed
-
-
-def _start_folder() -> str:
-    """Return the working directory in which `_command()` started, which its relative paths refer to.
-
-    A script may have changed its own (os.chdir, Hydra). That of the start is found if torchrun started the ranks, or
-    if the command names the script by a relative path.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        with contextlib.suppress(OSError):
-            return os.readlink(f"/proc/{os.getppid()}/cwd")
-    main = sys.modules["__main__"]
-    script = "" if main.__spec__ else getattr(main, "__file__", None) or ""  # python -m names no path
-    for argument in sys.orig_argv[1:]:
-        if argument == script:  # those that follow are its own
-            break
-        if script.endswith(os.sep + argument):  # Python joins the two without normalizing them
-            return script.removesuffix(argument)
-    return os.getcwd()

@@ -24,6 +24,7 @@ RECORD = """
 import json, os, sys
 path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank" + os.environ["RANK"])
 names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_SIZE CROSS_RANK CROSS_SIZE CUDA_VISIBLE_DEVICES MASTER_ADDR".split()
+names += "LOCAL_WORLD_SIZE GROUP_RANK MASTER_PORT OMP_NUM_THREADS TORCHELASTIC_RUN_ID".split()
 with open(path + ".part", "w") as file:
     json.dump([sys.argv[1:], {name: os.environ.get(name) for name in names}], file)
 os.rename(path + ".part", path)
@@ -115,6 +116,88 @@ def test_a_rank_that_a_signal_ended_is_named(
     assert error.value.exit_code == code and capsys.readouterr().err == f"infinity: {said}\n"
 
 
+def test_a_single_rank_replaces_the_launcher(tmp_path: Path) -> None:
+    """The rank has the launcher's process id, its own exit status, and a process group."""
+    text = """
+import deepspeed, infinity.deepspeed, torch, torch.distributed as dist
+assert deepspeed is infinity.deepspeed and "torchrun" not in sys.modules
+dist.init_process_group("gloo")
+total = torch.tensor([3.0])
+dist.all_reduce(total)
+print("total", total.item(), "of", dist.get_world_size(), "in", os.getpid())
+os._exit(7)
+"""
+    process = start(write(tmp_path, text), "--deepspeed", "$$", "${local_rank}")
+    code, out, err = ended(process)
+    assert (code, out) == (7, f"total 3.0 of 1 in {process.pid}\n"), err
+    note, command = err.splitlines()
+    assert note == "note: no GPU: starting 1 rank on the CPU" and command.startswith("RANK=0 WORLD_SIZE=1 ")
+    received, variables = record(tmp_path, 0)
+    assert received == ["--local_rank=0", "--deepspeed", "$$", "${local_rank}"]
+    port = variables.pop("MASTER_PORT")
+    assert f" MASTER_PORT={port} " in command and 1024 <= int(port) < 65536
+    assert {name: value for name, value in variables.items() if value != "0"} == {
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "CROSS_SIZE", "LOCAL_WORLD_SIZE"), "1"),
+        **{"MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""},
+        **dict.fromkeys(("OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID")),
+    }
+
+
+def test_the_printed_command_of_a_single_rank_runs_it_in_a_shell(tmp_path: Path) -> None:
+    script = write(tmp_path, "")
+    process = start("--dry-run", script, "a b")
+    _, _, err = ended(process)
+    assert not (tmp_path / "rank0").exists()
+    subprocess.run(err.splitlines()[-1], shell=True, check=True, timeout=60)
+    assert record(tmp_path, 0)[0] == ["--local_rank=0", "a b"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_a_single_rank_as_it_ends_any_process(tmp_path: Path, number: signal.Signals) -> None:
+    """SIGINT raises KeyboardInterrupt in the script, after which Python ends itself by SIGINT."""
+    process = start("--quiet", write(tmp_path, "import time; open(path + '.ready', 'w').close(); time.sleep(300)"))
+    appears(tmp_path / "rank0.ready", process)
+    process.send_signal(number)
+    code, out, err = ended(process)
+    assert (code, out) == (-number, "")
+    assert err == "" if number != signal.SIGINT else err.endswith("KeyboardInterrupt\n")
+
+
+def test_a_launcher_without_a_gpu_driver_does_not_import_torch(tmp_path: Path) -> None:
+    program = """
+import os, sys
+import infinity.cli.run as run
+run._ROCM_DEVICE, run._GPU_DRIVERS = run.Path("none"), ("libnone.so",)
+os.execvpe = lambda program, command, environ: print("torch" in sys.modules, command[-1])
+from infinity.cli.main import app
+app(["run", sys.argv[1]])
+"""
+    done = subprocess.run([sys.executable, "-c", program, write(tmp_path, "")], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, b"False --local_rank=0\n"), done.stderr
+
+
+def test_resume_starts_a_single_rank_by_infinity_run(tmp_path: Path) -> None:
+    """A child of the rank inherits the environment, but has a command of its own."""
+    code, out, err = ended(start("-q", write(tmp_path, _COMMANDS), "x", cwd=tmp_path))
+    assert code == 0, err
+    (command, folder), (of_child, _) = map(json.loads, out.splitlines())
+    assert command == [*RUN, "-q", str(tmp_path / "train.py"), "x"] and folder == str(tmp_path)
+    assert of_child[1] == "-c"
+
+
+_COMMANDS = """
+import subprocess
+os.chdir("/")
+text = '''
+import json
+from infinity.durable.command import command_line, start_folder
+print(json.dumps([command_line(), start_folder()]), flush=True)
+'''
+exec(text)
+subprocess.run([sys.executable, "-c", text], check=True)
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_reach_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
     """Each rank gets the signal once, and may clean up."""
@@ -161,7 +244,7 @@ class Clock:
         return time.time()
 api.time = Clock()
 from infinity.cli.main import app
-app(["run", "--quiet", "--no_local_rank", "--num_gpus", "1", sys.argv[2]])
+app(["run", "--quiet", "--no_local_rank", "--num_gpus", "2", sys.argv[2]])
 """
     arguments = [str(tmp_path / "rank0.ready"), str(write(tmp_path, text))]
     process = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120)
@@ -193,7 +276,9 @@ def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        code, _, err = ended(start("--master_port", str(taken.getsockname()[1]), write(tmp_path, "")))
+        code, _, err = ended(
+            start("--num_gpus", "2", "--master_port", str(taken.getsockname()[1]), write(tmp_path, ""))
+        )
     assert code == 1 and "Traceback" not in err
     assert err.splitlines()[-1].startswith("infinity: ranks cannot connect: ")
     assert err.splitlines()[-1].endswith("Choose another --master_addr or --master_port.")
@@ -212,7 +297,7 @@ def test_a_dry_run_prints_the_command_and_starts_nothing(tmp_path: Path) -> None
 def test_a_dry_run_of_modules_and_programs() -> None:
     for flag, kind in (("--module", "-m"), ("-m", "-m"), ("--no_python", "--no_python")):
         result = run("run", "--dry-run", "--no_local_rank", flag, "work", "x")
-        assert result.stderr.splitlines()[-1].endswith(f"-m infinity.deepspeed {kind} work x")
+        assert result.stderr.splitlines()[-1].endswith(f" -u -m infinity.deepspeed {kind} work x")
 
 
 def test_several_hosts_are_printed_and_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

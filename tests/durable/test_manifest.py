@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from infinity.durable.manifest import _start_folder
+from infinity.durable.command import start_folder
 
 SCRIPT = """
 import json, sys
@@ -21,8 +21,8 @@ print(json.dumps([sys.orig_argv, main.__file__, main.__spec__ is not None]))
 WITH_TORCHRUN = """
 import os
 os.chdir("/")
-from infinity.durable.manifest import _start_folder
-print(_start_folder())
+from infinity.durable.command import start_folder
+print(start_folder())
 """
 
 
@@ -39,7 +39,7 @@ def found_by(command: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.chdir("/")
-    return _start_folder()
+    return start_folder()
 
 
 @pytest.mark.parametrize("script", ["train.py", "./train.py", "code/train.py", "../here/train.py"])

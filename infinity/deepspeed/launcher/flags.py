@@ -2,15 +2,15 @@
 
 python -m infinity.deepspeed.launcher.flags    # the table of docs/launch.md
 
-torchrun commands: arguments, environment variables, and their form for a shell.
+Commands: torchrun or a single rank, their arguments and environment variables, and their form for a shell.
 """
 
 from __future__ import annotations
 
 import enum
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 
 class Verdict(enum.Enum):
@@ -148,13 +148,17 @@ class Program:
     local_rank: bool = True
     bind: tuple[str, ...] = ()
 
+    def rank_arguments(self, local_rank: str) -> list[str]:
+        """Return the arguments with which Python runs the program as a rank."""
+        rank = [f"--local_rank={local_rank}"] if self.local_rank else []
+        kind = [self.kind.value] if self.kind.value else []
+        return ["-m", "infinity.deepspeed", *self.bind, *kind, self.name, *rank, *self.arguments]
+
     def torchrun_arguments(self) -> list[str]:
         """Return the arguments that follow torchrun's own options."""
         # torchrun expands ${local_rank} in every argument and turns $$ into $, so the user's dollars are doubled.
         name, *arguments = (text.replace("$", "$$") for text in (self.name, *self.arguments))
-        rank = ["--local_rank=${local_rank}"] if self.local_rank else []
-        kind = [self.kind.value] if self.kind.value else []
-        return ["-m", "infinity.deepspeed", *self.bind, *kind, name, *rank, *arguments]
+        return replace(self, name=name, arguments=tuple(arguments)).rank_arguments("${local_rank}")
 
 
 def meeting(address: str | None, port: int | None, node: int = 0, nodes: int = 1) -> list[str]:
@@ -165,21 +169,31 @@ def meeting(address: str | None, port: int | None, node: int = 0, nodes: int = 1
     return [*of_node, f"--master-addr={address or '127.0.0.1'}", f"--master-port={port or DEFAULT_PORT}"]
 
 
+TORCHRUN = "torchrun"
+
+
 @dataclass(frozen=True)
 class Command:
-    """torchrun's arguments and environment variables. host: the machine to run it on; None: this one."""
+    """A command line: torchrun, or the Python of a single rank.
 
+    environment: variables that it sets. unset: names of those that it must not inherit. host: the machine to run it on;
+    None: this one.
+    """
+
+    program: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    unset: tuple[str, ...] = ()
     host: str | None = None
 
     def shown(self) -> str:
         """Return the command as a line for a POSIX shell."""
+        without = ["env", *(f"-u {name}" for name in self.unset)] if self.unset else []
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        return " ".join([*variables, shlex.join(["torchrun", *self.arguments])])
+        return " ".join([*without, *variables, shlex.join([self.program, *self.arguments])])
 
 
-def make_command(
+def torchrun_command(
     program: Program,
     ranks: int,
     meeting: Sequence[str],
@@ -187,10 +201,26 @@ def make_command(
     logs: str | None = None,
     host: str | None = None,
 ) -> Command:
-    """Return the command that starts `ranks` ranks on one host. logs: folder for a log of each rank."""
+    """Return the torchrun command of `ranks` ranks on one host. logs: folder for a log of each rank."""
     logging = [f"--log-dir={logs}", "--redirects=3"] if logs else []
     arguments = (*meeting, f"--nproc-per-node={ranks}", *logging, *program.torchrun_arguments())
-    return Command(arguments, dict(environment), host)
+    return Command(TORCHRUN, arguments, dict(environment), host=host)
+
+
+def single_rank_command(
+    program: Program, python: str, address: str, environment: Mapping[str, str], inherited: Iterable[str]
+) -> Command:
+    """Return the command of the only rank of one host, with the variables that torchrun sets for scripts.
+
+    python: the interpreter. address: HOST:PORT of rank 0, which is this rank. inherited: names of the variables in the
+    environment; TORCHELASTIC_* describe an agent that started this process, and would make the rank wait for its store.
+    """
+    host, _, port = address.rpartition(":")
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    group = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": host, "MASTER_PORT": port}
+    unset = tuple(sorted(name for name in inherited if name.startswith("TORCHELASTIC_")))
+    arguments = ("-u", *program.rank_arguments("0"))  # unbuffered, as torchrun starts ranks
+    return Command(python, arguments, {**environment, **rank, **group}, unset)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Translates the flags of DeepSpeed's launcher into torchrun commands. Pure: the machine is an argument.
+"""Translates the flags of DeepSpeed's launcher into commands. Pure: the machine is an argument.
 
 Hosts and their slots: the hostfile, `--include`, `--exclude`, `--num_nodes` and `--num_gpus`, in DeepSpeed's syntax.
 
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from infinity.deepspeed.launcher.flags import Command, Program, make_command, meeting
+from infinity.deepspeed.launcher.flags import Command, Program, meeting, single_rank_command, torchrun_command
 from infinity.errors import ConfigError
 
 _LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)(\s.*)?")
@@ -157,12 +157,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that the launcher runs on: GPUs visible to torch, cores, host names, environment variables."""
+    """The machine that the launcher runs on: GPUs visible to torch, cores, host names, environment variables.
+
+    python: command of the launcher's interpreter. port: a free TCP port.
+    """
 
     gpus: int
     cores: int
     names: frozenset[str]
     environ: Mapping[str, str]
+    python: str
+    port: int
 
     @property
     def visible(self) -> str:
@@ -216,9 +221,22 @@ def _on_this_machine(request: Request, machine: Machine) -> Launch:
         if machine.visible and request.num_gpus:
             notes.append(f"--num_gpus counts the GPUs of {_VISIBLE}={machine.visible}")
     environment = {**({_VISIBLE: devices} if devices else {}), **_threads(ranks, machine)}
-    rank_0 = meeting(request.master_addr, request.master_port)
-    command = make_command(request.program, ranks, rank_0, environment, request.logs)
+    if _is_single(ranks, request):
+        command = _single_rank(request, machine, environment)
+    else:
+        rank_0 = meeting(request.master_addr, request.master_port)
+        command = torchrun_command(request.program, ranks, rank_0, environment, request.logs)
     return Launch((command,), 0, tuple(notes))
+
+
+def _is_single(ranks: int, request: Request) -> bool:
+    """Return whether the launch needs no torchrun, which writes the log of --enable_each_rank_log."""
+    return ranks == 1 and request.logs is None
+
+
+def _single_rank(request: Request, machine: Machine, environment: Mapping[str, str]) -> Command:
+    address = f"{request.master_addr or '127.0.0.1'}:{request.master_port or machine.port}"
+    return single_rank_command(request.program, machine.python, address, environment, machine.environ)
 
 
 def _cpu_ranks(request: Request) -> int:
@@ -275,8 +293,11 @@ def _on_one_of(request: Request, machine: Machine, hosts: tuple[Host, ...], node
         notes.append(f"{_VISIBLE}={machine.visible} is replaced by the slots of {host.name}")
     if request.node_rank is None and host.name not in machine.names:
         notes.append(f"{host.name} is the only host, so its ranks start here; --force_multi prints its command instead")
-    command = _on_host(request, hosts, node, _threads(len(host.slots), machine))
-    return Launch((replace(command, host=None),), 0, tuple(notes))
+    if len(hosts) == 1 and _is_single(len(host.slots), request):
+        command = _single_rank(request, machine, {_VISIBLE: str(host.slots[0])})
+    else:
+        command = replace(_on_host(request, hosts, node, _threads(len(host.slots), machine)), host=None)
+    return Launch((command,), 0, tuple(notes))
 
 
 def _on_host(request: Request, hosts: tuple[Host, ...], node: int, variables: Mapping[str, str]) -> Command:
@@ -284,7 +305,7 @@ def _on_host(request: Request, hosts: tuple[Host, ...], node: int, variables: Ma
     address = request.master_addr or (hosts[0].name if len(hosts) > 1 else None)
     rank_0 = meeting(address, request.master_port, node, len(hosts))
     environment = {**variables, _VISIBLE: ",".join(map(str, slots))}
-    return make_command(request.program, len(slots), rank_0, environment, request.logs, hosts[node].name)
+    return torchrun_command(request.program, len(slots), rank_0, environment, request.logs, hosts[node].name)
 
 
 def _threads(ranks: int, machine: Machine) -> dict[str, str]:

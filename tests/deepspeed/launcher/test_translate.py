@@ -1,4 +1,4 @@
-"""Flags of DeepSpeed's launcher as torchrun commands, on machines with and without GPUs."""
+"""Flags of DeepSpeed's launcher as commands, of torchrun or of a single rank, on machines with and without GPUs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from infinity.deepspeed.launcher.flags import Command, Kind, Program
 from infinity.deepspeed.launcher.translate import Host, Launch, Machine, Request, translate
 from infinity.errors import ConfigError
 
-CPU = Machine(gpus=0, cores=8, names=frozenset({"localhost", "here"}), environ={"OMP_NUM_THREADS": "4"})
+CPU = Machine(
+    gpus=0,
+    cores=8,
+    names=frozenset({"localhost", "here"}),
+    environ={"OMP_NUM_THREADS": "4"},
+    python="python",
+    port=1234,
+)
 FOUR = replace(CPU, gpus=4)
 TRAIN = Program("train.py", ("--deepspeed_config", "x.json"))
 SEEN = "-m infinity.deepspeed train.py '--local_rank=${local_rank}' --deepspeed_config x.json"
 LOCAL = "torchrun --standalone --local-addr=127.0.0.1"
+ALONE = "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK=0 GROUP_WORLD_SIZE=1"
+STARTED = "python -u -m infinity.deepspeed train.py --local_rank=0 --deepspeed_config x.json"
 TWO = (Host("a", (0, 1)), Host("b", (0, 1, 2, 3)))
 
 
@@ -51,7 +60,7 @@ def test_visible_devices_are_respected() -> None:
     machine = replace(CPU, gpus=2, environ={**CPU.environ, "CUDA_VISIBLE_DEVICES": "GPU-5,7"})
     assert shown(Request(TRAIN), machine) == [f"{LOCAL} --nproc-per-node=2 {SEEN}"]
     launch = translate(Request(TRAIN, num_gpus=1), machine)
-    assert launch.commands[0].environment == {"CUDA_VISIBLE_DEVICES": "GPU-5"}
+    assert launch.commands[0].environment["CUDA_VISIBLE_DEVICES"] == "GPU-5"
     assert launch.notes == ("--num_gpus counts the GPUs of CUDA_VISIBLE_DEVICES=GPU-5,7",)
     assert "both select GPUs" in refused(Request(TRAIN, include="localhost:1"), machine)
 
@@ -66,7 +75,8 @@ def test_ranks_are_bound_by_an_argument_of_their_program() -> None:
 
 
 def test_without_gpus_ranks_run_on_the_cpu() -> None:
-    assert shown(Request(TRAIN), CPU) == [f"{LOCAL} --nproc-per-node=1 {SEEN}"]
+    launch = translate(Request(TRAIN), CPU)
+    assert launch.commands[0].program == "python" and launch.notes == ("no GPU: starting 1 rank on the CPU",)
     launch = translate(Request(TRAIN, num_gpus=3), CPU)
     assert launch.commands[0].arguments[2] == "--nproc-per-node=3" and "3 ranks on the CPU" in launch.notes[0]
     assert "selects GPUs, but there is none" in refused(Request(TRAIN, include="localhost:0"), CPU)
@@ -79,10 +89,56 @@ def test_ranks_share_the_cores(ranks: int, threads: str | None) -> None:
 
 
 def test_address_and_port_are_passed_on() -> None:
-    assert shown(Request(TRAIN, master_port=7, num_gpus=1), CPU) == [
-        f"torchrun --master-addr=127.0.0.1 --master-port=7 --nproc-per-node=1 {SEEN}"
+    assert shown(Request(TRAIN, master_port=7, num_gpus=2), CPU) == [
+        f"torchrun --master-addr=127.0.0.1 --master-port=7 --nproc-per-node=2 {SEEN}"
     ]
     assert "--master-addr=10.0.0.1 --master-port=29500" in shown(Request(TRAIN, master_addr="10.0.0.1"))[0]
+
+
+@pytest.mark.parametrize(
+    ("request_", "machine", "devices", "address"),
+    [
+        (Request(TRAIN), CPU, "", "MASTER_ADDR=127.0.0.1 MASTER_PORT=1234"),
+        (Request(TRAIN), replace(CPU, gpus=1), "", "MASTER_ADDR=127.0.0.1 MASTER_PORT=1234"),
+        (Request(TRAIN, num_gpus=1, master_port=7), FOUR, "0", "MASTER_ADDR=127.0.0.1 MASTER_PORT=7"),
+        (Request(TRAIN, include="localhost:3"), FOUR, "3", "MASTER_ADDR=127.0.0.1 MASTER_PORT=1234"),
+        (Request(TRAIN, TWO, include="b:2", master_addr="m"), FOUR, "2", "MASTER_ADDR=m MASTER_PORT=1234"),
+    ],
+)
+def test_a_single_rank_is_started_without_torchrun(
+    request_: Request, machine: Machine, devices: str, address: str
+) -> None:
+    visible = f"CUDA_VISIBLE_DEVICES={devices} " if devices else ""
+    assert shown(request_, machine) == [f"{visible}{ALONE} {address} {STARTED}"]
+
+
+def test_a_single_rank_with_a_log_or_on_another_host_needs_torchrun() -> None:
+    (command,) = translate(Request(TRAIN, logs="logs"), CPU).commands
+    assert (command.program, command.arguments[2]) == ("torchrun", "--nproc-per-node=1")
+    (command,) = translate(Request(TRAIN, (Host("a", (0,)),), force_multi=True), FOUR).commands
+    assert (command.program, command.host) == ("torchrun", "a")
+    of_two = Request(TRAIN, (Host("a", (0,)), Host("b", (0,))), node_rank=1)
+    assert translate(of_two, FOUR).commands[0].program == "torchrun"
+
+
+def test_a_single_rank_inherits_nothing_of_an_agent() -> None:
+    """With TORCHELASTIC_USE_AGENT_STORE it would wait for the store of a torchrun that does not know it."""
+    machine = replace(CPU, environ={"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "1", "HOME": "/"})
+    (command,) = translate(Request(TRAIN), machine).commands
+    assert command.unset == ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
+    assert command.shown().startswith(f"env -u TORCHELASTIC_RUN_ID -u TORCHELASTIC_USE_AGENT_STORE {ALONE} MASTER_ADDR")
+
+
+@pytest.mark.parametrize(
+    ("program", "started"),
+    [
+        (Program("work", ("--x",), Kind.MODULE), "-m work --local_rank=0 --x"),
+        (Program("./run.sh", (), Kind.EXECUTABLE, bind=("--bind=1",)), "--bind=1 --no_python ./run.sh --local_rank=0"),
+        (Program("a$.py", ("${local_rank}", "$$", ""), local_rank=False), "'a$.py' '${local_rank}' '$$' ''"),
+    ],
+)
+def test_a_single_rank_gets_its_arguments_unchanged(program: Program, started: str) -> None:
+    assert shown(Request(program), CPU)[0].endswith(f" python -u -m infinity.deepspeed {started}")
 
 
 def test_every_host_gets_a_command() -> None:
