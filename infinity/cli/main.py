@@ -118,7 +118,7 @@ def run_script(
             help="GPUs per host, one rank each. Without GPUs: N ranks on the CPU, by default 1.",
         ),
     ] = -1,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the torchrun command and start nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and start nothing.")] = False,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
     no_python: Annotated[
         bool, typer.Option("--no_python", help="SCRIPT is an executable, run without python.")
@@ -226,7 +226,7 @@ def run_script(
     """Run an unchanged DeepSpeed script on Infinity, one rank per GPU (DeepSpeed: deepspeed).
 
     In the script and its children, import deepspeed returns infinity.deepspeed.
-    Options stand before SCRIPT. The torchrun command is printed to stderr.
+    Options stand before SCRIPT. The command that starts the ranks is printed to stderr.
     With several hosts, one command per host is printed and none is started.
     """
     options = dict(locals())
