@@ -17,6 +17,7 @@ from torch import nn
 from infinity.comm.agreement.comparison import config_in_common
 from infinity.construction.init_context import bytes_in_memory
 from infinity.errors import ConfigError, OutOfMemoryError
+from infinity.model.remote import is_remote
 from infinity.optim.parameter_rule import ParameterRule
 from infinity.plan.budget import Budget
 from infinity.plan.plan import Plan, make_plan
@@ -105,12 +106,12 @@ def check_memory(
     budget: Budget,
     replan: Replan,
     available: Mapping[TierKind, int],
-    model_bytes: int = 0,
+    model: nn.Module | None = None,
 ) -> None:
     """Raise OutOfMemoryError, with a change that suffices, if the plan exceeds a limit or the memory that is available.
 
-    plan: that of `config` and `budget`. A process takes `_PROCESS` bytes of host memory beside it. model_bytes: of host
-    memory that the model's parameters take, for which the available bytes are those beside them.
+    plan: that of `config` and `budget`. A process takes `_PROCESS` bytes of host memory beside it. model: whose
+    parameters have their memory already, beside the available bytes; None: they need none.
     """
     beside = {TierKind.HOST: _PROCESS}
 
@@ -121,6 +122,7 @@ def check_memory(
     if short is not None:
         more = 0 if short.key else beside.get(short.tier, 0)
         fix = remedy(config, plan, budget, short, replan, lacks)
+        model_bytes = 0 if model is None else host_bytes(model)
         if short.tier.in_host_memory and not short.key and short.needed <= short.available + model_bytes:
             in_init = model_bytes - bytes_in_memory(config) if config.zero_optimization.nvme_paths else 0
             where = "on the meta device" + " or in infinity.Init" * (short.needed <= short.available + in_init)
@@ -132,12 +134,15 @@ def check_memory(
 
 
 def host_bytes(model: nn.Module) -> int:
-    """Return the bytes of host memory that the model's parameters take; 0 on the meta device."""
-    storages = {
-        storage.data_ptr(): storage.nbytes()
-        for storage in (param.untyped_storage() for param in model.parameters() if param.device.type == "cpu")
-    }
-    return sum(storages.values())
+    """Return the bytes of host memory that the model's parameters take; 0 on the meta device. Those of tensor
+    subclasses, and of parameters whose values are on rank 0, are not counted.
+    """
+    found = {}
+    for param in model.parameters():
+        if not is_remote(param) and type(param.data) is torch.Tensor and param.device.type == "cpu":
+            storage = param.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
 
 
 def plan_units(

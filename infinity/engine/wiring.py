@@ -20,7 +20,7 @@ from infinity.comm.agreement.comparison import groups_in_common, in_common
 from infinity.comm.communicator import Communicator
 from infinity.comm.dtensor import TensorParallelMesh
 from infinity.durable.run import DurableRun
-from infinity.engine.budget import budget_of, check_memory, host_bytes, plan_units
+from infinity.engine.budget import budget_of, check_memory, plan_units
 from infinity.engine.durable import DurableSteps
 from infinity.engine.parts import EngineParts, UpdateParts, close_memory
 from infinity.engine.platform import MACHINE, Platform
@@ -168,7 +168,7 @@ def assemble(
     ranks.set_layouts(plan.units)
     available = platform.available(device)
     if available is not None:
-        check_memory(config, plan, planned.budget, planned.replan, available, host_bytes(model))
+        check_memory(config, plan, planned.budget, planned.replan, available, model)
     if plan.device.limit:
         device.limit(plan.device.limit)
     tiers: dict[TierKind, Tier] = {}

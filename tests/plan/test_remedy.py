@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from infinity.comm.communicator import Communicator
 from infinity.config import Config
-from infinity.engine.budget import check_memory
+from infinity.engine.budget import check_memory, host_bytes
 from infinity.engine.wiring import PlannedModel, plan_model
 from infinity.errors import OutOfMemoryError
+from infinity.model.remote import drop_values
 from infinity.tier_kind import TierKind
 from infinity.tiers.device import CpuDevice
 from support.advice import DEVICE, VALUE, followed
@@ -123,6 +125,17 @@ def test_an_engine_trains_within_a_budget_that_the_advice_made_fit(
         assert raised is not None
         content["infinity"]["memory"] = {"host": (limit := int(raised[1]))}
         assert losses(content) == expected
+
+
+def test_bytes_of_a_model_are_those_of_values_in_its_memory() -> None:
+    """Tied parameters count once. Values of rank 0 alone, and those on the meta device, take none here."""
+    model = torch.nn.Sequential(
+        *(torch.nn.Linear(8, 8, bias=False) for _ in range(3)), torch.nn.Linear(8, 8, device="meta")
+    )
+    model[1].weight = model[0].weight
+    assert host_bytes(model) == 2 * 8 * 8 * 4
+    drop_values(model[2].weight, "2.weight", None)
+    assert host_bytes(model) == 8 * 8 * 4
 
 
 LIMITED = """
