@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import ItemsView, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from copy import deepcopy
 from os import PathLike
 from pathlib import Path
@@ -39,6 +39,15 @@ def check_kept(model: nn.Module) -> None:
     found = (module._parameters for module in model.modules())
     for spill in {parameters.spill for parameters in found if isinstance(parameters, NotedParameters)}:
         spill.check()
+
+
+def in_memory(model: nn.Module, storages: Iterable[torch.UntypedStorage]) -> Iterator[torch.UntypedStorage]:
+    """Yield those of `storages` that are in memory, and in no file of `Init`."""
+    found = (module._parameters for module in model.modules())
+    spills = {parameters.spill for parameters in found if isinstance(parameters, NotedParameters)}
+    for storage in storages:
+        if not any(spill.holds(storage) for spill in spills):
+            yield storage
 
 
 class NotedParameters(dict[str, Any]):
@@ -97,6 +106,9 @@ class Spill:
     def check(self) -> None:
         for file in self._files:
             file.check()
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        return any(file.holds(storage) for file in self._files)
 
     def notice(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """Make a module that is about to register `parameter` report it and each use of its parameters.

@@ -82,12 +82,19 @@ class MappedFile:
 
         Returns False if the tensor is not in this file.
         """
-        for segment in self._segments:
-            start = storage.data_ptr() - segment.address
-            if 0 <= start < segment.nbytes:
-                segment.mapping.madvise(mmap.MADV_DONTNEED, start, storage.nbytes())
-                return True
-        return False
+        segment = self._segment_of(storage)
+        if segment is None:
+            return False
+        segment.mapping.madvise(mmap.MADV_DONTNEED, storage.data_ptr() - segment.address, storage.nbytes())
+        return True
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether a tensor is in this file."""
+        return self._segment_of(storage) is not None
+
+    def _segment_of(self, storage: torch.UntypedStorage) -> _Segment | None:
+        address = storage.data_ptr()
+        return next((each for each in self._segments if 0 <= address - each.address < each.nbytes), None)
 
     def check(self) -> None:
         """Flush the file. Raises OSError if a write of it has ever failed, since a value may be lost."""

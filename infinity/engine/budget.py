@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from infinity.comm.agreement.comparison import config_in_common
-from infinity.construction.init_context import bytes_in_memory
+from infinity.construction.init_context import bytes_in_memory, in_memory
 from infinity.errors import ConfigError, OutOfMemoryError
 from infinity.model.remote import is_remote
 from infinity.optim.parameter_rule import ParameterRule
@@ -107,11 +107,13 @@ def check_memory(
     replan: Replan,
     available: Mapping[TierKind, int],
     model: nn.Module | None = None,
+    limit: str = "",
 ) -> None:
     """Raise OutOfMemoryError, with a change that suffices, if the plan exceeds a limit or the memory that is available.
 
     plan: that of `config` and `budget`. A process takes `_PROCESS` bytes of host memory beside it. model: whose
-    parameters have their memory already, beside the available bytes; None: they need none.
+    parameters have their memory already, beside the available bytes; None: they need none. limit: what bounds the
+    host's memory (`memory_limit`).
     """
     beside = {TierKind.HOST: _PROCESS}
 
@@ -121,7 +123,7 @@ def check_memory(
     short = lacks(plan)
     if short is not None:
         more = 0 if short.key else beside.get(short.tier, 0)
-        fix = remedy(config, plan, budget, short, replan, lacks)
+        fix = remedy(config, plan, budget, short, replan, lacks, more)
         model_bytes = 0 if model is None else host_bytes(model)
         if short.tier.in_host_memory and not short.key and short.needed <= short.available + model_bytes:
             in_init = model_bytes - bytes_in_memory(config) if config.zero_optimization.nvme_paths else 0
@@ -130,19 +132,20 @@ def check_memory(
             fix = f"construct the model {where}, which {free} (docs/large_models.md), or {fix}"
         if short.tier.in_host_memory and plan.device.host_addressable and not short.key:
             fix += ". Activations take memory in addition"
-        raise OutOfMemoryError(short.name, short.needed + more, short.available + more, fix)
+        name = f"{short.name} ({limit})" if more and limit else short.name
+        raise OutOfMemoryError(name, short.needed + more, short.available + more, fix)
 
 
 def host_bytes(model: nn.Module) -> int:
-    """Return the bytes of host memory that the model's parameters take; 0 on the meta device. Those of tensor
-    subclasses, and of parameters whose values are on rank 0, are not counted.
+    """Return the bytes of host memory that the model's parameters take; 0 on the meta device, and for those that
+    `infinity.Init` keeps in a file. Tensor subclasses, and parameters whose values are on rank 0, are not counted.
     """
-    found = {}
-    for param in model.parameters():
-        if not is_remote(param) and type(param.data) is torch.Tensor and param.device.type == "cpu":
-            storage = param.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+    storages = (
+        param.untyped_storage()
+        for param in model.parameters()
+        if not is_remote(param) and type(param.data) is torch.Tensor and param.device.type == "cpu"
+    )
+    return sum({storage.data_ptr(): storage.nbytes() for storage in in_memory(model, storages)}.values())
 
 
 def plan_units(

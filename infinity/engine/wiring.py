@@ -46,6 +46,7 @@ from infinity.plan.remedy import Replan
 from infinity.schedule.schedule import Schedule
 from infinity.schedule.step import Step
 from infinity.tier_kind import TierKind
+from infinity.tiers.available import memory_limit
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.nvme import NvmeTier
@@ -168,7 +169,7 @@ def assemble(
     ranks.set_layouts(plan.units)
     available = platform.available(device)
     if available is not None:
-        check_memory(config, plan, planned.budget, planned.replan, available, model)
+        check_memory(config, plan, planned.budget, planned.replan, available, model, memory_limit())
     if plan.device.limit:
         device.limit(plan.device.limit)
     tiers: dict[TierKind, Tier] = {}

@@ -51,10 +51,12 @@ class Trial:
         return " and ".join(part for part in (self.done, f"set {listed}" if listed else "") if part)
 
 
-def remedy(config: Config, plan: Plan, budget: Budget, short: Shortage, replan: Replan, lacks: Lacks) -> str:
+def remedy(
+    config: Config, plan: Plan, budget: Budget, short: Shortage, replan: Replan, lacks: Lacks, beside: int = 0
+) -> str:
     """Return changes with which the plan fits, or the least bytes that any needs.
 
-    plan: that of `config` and `budget`. short: what it lacks.
+    plan: that of `config` and `budget`. short: what it lacks. beside: bytes that the process needs beside any plan.
     """
     raised = f"raise {_raised(plan, short)}, or " if short.key else ""
     if not short.tier.in_memory:
@@ -64,8 +66,9 @@ def remedy(config: Config, plan: Plan, budget: Budget, short: Shortage, replan: 
         if lacks(trial.plan) is None:
             return f"{raised}{trial}"
         tried.append(needed(trial.plan, short.tier))
-    least = show_bytes(min([needed(plan, short.tier), *tried]))
-    return f"{raised}use a smaller model or more ranks: the smallest buffers need {least}{_largest(plan)}"
+    least = show_bytes(min([needed(plan, short.tier), *tried]) + beside)
+    process = " with the process" if beside else ""
+    return f"{raised}use a smaller model or more ranks: the smallest buffers need {least}{process}{_largest(plan)}"
 
 
 def _raised(plan: Plan, short: Shortage) -> str:

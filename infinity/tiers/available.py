@@ -25,7 +25,19 @@ def available_memory(root: str | Path = "/") -> int:
     psutil reports the machine only; a container that exceeds its control group's limit is killed without a message.
     Raises ConfigError if `INFINITY_MACHINE_MEMORY` is not a size.
     """
-    return min([_left_by_machine(), *_left_by_limits(Path(root)), *_left_by_ulimits(Path(root))])
+    return _least(root)[0]
+
+
+def memory_limit(root: str | Path = "/") -> str:
+    """Return the name of the limit that bounds `available_memory`, such as "ulimit -d"; empty: the machine's memory."""
+    return _least(root)[1]
+
+
+def _least(root: str | Path) -> tuple[int, str]:
+    """Return (the bytes that the tightest limit leaves, its name)."""
+    groups = ((left, "the container's limit") for left in _left_by_limits(Path(root)))
+    found = [(_left_by_machine(), ""), *groups, *_left_by_ulimits(Path(root))]
+    return min(found, key=lambda each: each[0])
 
 
 def total_memory(root: str | Path = "/") -> int:
@@ -68,8 +80,8 @@ _THREADS = 8
 """Threads of a process that trains, beside those that share the work of an operator."""
 
 
-def _left_by_ulimits(root: Path) -> Iterator[int]:
-    """Yield the bytes left by `ulimit -v` and `-d`, without the stacks of threads that training will start.
+def _left_by_ulimits(root: Path) -> Iterator[tuple[int, str]]:
+    """Yield (bytes left, name) of `ulimit -v` and `-d`, without the stacks of threads that training will start.
 
     Both count a stack when its thread starts; the memory of a machine or a container, as it is used.
     """
@@ -82,10 +94,11 @@ def _left_by_ulimits(root: Path) -> Iterator[int]:
     # The native update and torch's operators have a thread for each processor but one.
     threads = _THREADS + 2 * (len(os.sched_getaffinity(0)) - 1) - int(status["Threads"])
     each = _DEFAULT_STACK if stack == resource.RLIM_INFINITY else stack
-    for limit, name, nbytes in ((addresses, "VmSize", each + _ARENA), (private, "VmData", each)):
+    kinds = (addresses, "VmSize", each + _ARENA, "ulimit -v"), (private, "VmData", each, "ulimit -d")
+    for limit, field, nbytes, name in kinds:
         if limit != resource.RLIM_INFINITY:
-            used = int(status[name].removesuffix("kB")) << 10
-            yield max(0, limit - used - max(0, threads) * nbytes)
+            used = int(status[field].removesuffix("kB")) << 10
+            yield max(0, limit - used - max(0, threads) * nbytes), name
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, str, str]]:

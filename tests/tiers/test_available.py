@@ -16,6 +16,7 @@ from infinity.tiers.available import (
     available_memory,
     bind_rank,
     gpu_nodes,
+    memory_limit,
     numa_nodes,
     parse_processors,
     processors_of_rank,
@@ -104,6 +105,7 @@ def test_a_ulimit(limit: int, left: int, of_a_thread: int, tmp_path: Path) -> No
             )
             group(tmp_path / "proc/self", {"status": status})
             assert available_memory(tmp_path) == expected
+            assert memory_limit(tmp_path) == ("ulimit -v" if limit == resource.RLIMIT_AS else "ulimit -d")
     finally:
         resource.setrlimit(limit, before)
         resource.setrlimit(resource.RLIMIT_STACK, stack)
