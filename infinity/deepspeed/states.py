@@ -18,9 +18,11 @@ from infinity.engine.gather import set_full_fp32_param
 from infinity.engine.inference import InferenceEngine
 from infinity.engine.training import TrainingEngine
 from infinity.engine.weights_file import save_weights
-from infinity.errors import UsageError
+from infinity.errors import OutOfMemoryError, UsageError
 from infinity.nn.pieces import Piece, Pieces
 from infinity.observe.log import logger
+from infinity.sizes import show_bytes
+from infinity.tiers.available import available_memory
 
 if TYPE_CHECKING:
     from infinity.config.batch import Batch
@@ -37,6 +39,13 @@ from infinity.deepspeed.utils.zero_to_fp32 import main
 
 main()
 """
+
+
+class NoRoomForWeightsError(OutOfMemoryError, ValueError):
+    """Too little host memory to gather and write the model's weights.
+
+    A ValueError, for which transformers' `Trainer.save_model` saves a checkpoint instead.
+    """
 
 
 class SavingEngine(ReportingEngine):
@@ -252,10 +261,24 @@ class SavingEngine(ReportingEngine):
     ) -> dict[str, torch.Tensor] | None:
         """Return the unsharded state dict in host memory on rank 0, and None elsewhere. Collective.
 
-        transformers and Accelerate call it under this name.
+        transformers and Accelerate call it under this name. Raises NoRoomForWeightsError on all ranks if rank 0 has
+        too little host memory for it.
         """
         frozen = self._frozen() if exclude_frozen_parameters else set()
         keeps = self._engine.ranks.is_main_rank
+        kept = (p for p in self.module.parameters() if not (exclude_frozen_parameters and self._engine.is_frozen(p)))
+        needed = 2 * sum(p.numel() * p.element_size() for p in kept)  # safetensors copies the tensors once more
+        available = self._engine.ranks.gather(available_memory())[0]
+        if needed > available:
+            if keeps:
+                logger.warning(
+                    "the unsharded weights are not gathered: with a copy to write them they take %s of host memory, "
+                    "and %s are available. Trainer.save_model saves a checkpoint instead; `infinity export` makes "
+                    "weights of it, a unit at a time.",
+                    show_bytes(needed),
+                    show_bytes(available),
+                )
+            raise NoRoomForWeightsError("host memory, to gather and write the weights", needed, available)
         stream = self._engine.stream_state_dict()
         states = {name: value for name, value in stream if keeps and name not in frozen}
         return states if keeps else None

@@ -619,6 +619,20 @@ def test_frozen_parameters_are_left_out_on_request(opens: Opens) -> None:
     assert "embedding.weight" not in engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
 
 
+def test_weights_that_memory_does_not_hold_are_refused_as_trainer_expects(
+    opens: Opens, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers saves a checkpoint after a ValueError. Gathered and written, the weights take memory twice."""
+    engine = opens()
+    nbytes = sum(p.numel() * p.element_size() for p in engine.module.parameters())
+    monkeypatch.setattr("infinity.deepspeed.states.available_memory", lambda: 2 * nbytes - 1)
+    with pytest.raises(ValueError, match=rf"{2 * nbytes:,} bytes are needed, .* 1 are missing"):
+        engine._zero3_consolidated_16bit_state_dict()
+    assert "saves a checkpoint instead" in caplog.text
+    monkeypatch.setattr("infinity.deepspeed.states.available_memory", lambda: 2 * nbytes)
+    assert len(engine._zero3_consolidated_16bit_state_dict()) == len(engine.module_state_dict())
+
+
 # -- data --------------------------------------------------------------------------------------------------------------
 
 
