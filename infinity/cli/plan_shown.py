@@ -39,9 +39,10 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     small = f"{' and '.join(map(memory_name, needs.limits))} {'is' if len(needs.limits) == 1 else 'are'}"
     fits = "fits" if not needs.limits else f"does not fit: {small} too small"
     if not needs.limits and found.simulation is None and needs.spare(TierKind.HOST) < _PROCESS * found.ranks_per_node:
-        own = show_bytes(psutil.Process().memory_info().rss)
-        fits += f", if the processes themselves take less than {show_bytes(needs.spare(TierKind.HOST))} of host memory"
-        fits += f" (this one, which has imported torch, takes {own})"
+        own = psutil.Process().memory_info().rss
+        fits = "fits" if own * found.ranks_per_node < needs.spare(TierKind.HOST) else "may not fit"
+        fits += f": {show_bytes(needs.spare(TierKind.HOST))} of host memory are left for the processes themselves, of "
+        fits += f"which this one, with torch, takes {show_bytes(own)}"
     yield Text(f"It {fits}.", style="green" if not needs.limits else "red")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 2, 0, 0))
     table.add_column("bytes of a node")
@@ -53,11 +54,12 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     table.add_row("available", *(_cell(needs.available[tier]) for tier in TierKind))
     yield table
     yield from notes
-    if seen is not None and not machine.gpus and 0 <= needs.spare(TierKind.HOST) < _FREED * needs.peak[TierKind.HOST]:
+    if seen is not None and not machine.gpus and needs.spare(TierKind.HOST) < _FREED * needs.peak[TierKind.HOST]:
+        spare = needs.spare(TierKind.HOST)
+        left = f"{show_bytes(spare)} of host memory are left, and predicted" if spare >= 0 else "predicted"
         yield (
-            f"{show_bytes(needs.spare(TierKind.HOST))} of host memory are left, and predicted peaks were up to 22 % "
-            "too low: leave more, or set MALLOC_MMAP_THRESHOLD_=1048576 in the environment, which returns blocks that "
-            "glibc keeps after they are freed"
+            f"{left} peaks were up to 22 % too low: leave more, or set MALLOC_MMAP_THRESHOLD_=1048576 in the "
+            "environment, which returns blocks that glibc keeps after they are freed"
         )
     for tier in TierKind:
         if passing := needs.passing[tier]:

@@ -26,6 +26,7 @@ from infinity.construction.mapped import MappedFile
 from infinity.errors import ModelError
 from infinity.observe.log import logger
 from infinity.sizes import show_bytes
+from infinity.tiers.available import available_memory
 from infinity.tiers.memory import PAGE, return_freed_memory, storage_users
 from infinity.units.discover import UNIT_SIZE
 from infinity.units.released import is_released
@@ -232,7 +233,8 @@ class Init:
     The model's own code builds the model on the CPU. The result is bit-identical to a model built without Init. Any
     code may read and edit its parameters, in the block and after it.
 
-    Memory holds parameters of four times `infinity.unit_size` bytes (`auto`: 64 MiB). Each rank keeps the others in an
+    Memory holds parameters of four times `infinity.unit_size` bytes (`auto`: 64 MiB), or a quarter of the available
+    memory if that is less. Each rank keeps the others in an
     anonymous file in `nvme_path`, in their own dtype. `infinity.initialize` moves rank 0's values to their tiers unit
     by unit, and frees the file's space meanwhile. Without `initialize`, the file is deleted with the model. Buffers
     stay in memory, and so do parameters that share memory with other tensors. If the config puts no states on nvme, all
@@ -255,6 +257,8 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._folders:
+            # A container kills a process without a message; the model's code and torch need memory, too.
+            self._budget = min(self._budget, available_memory() // 4)
             spill = Spill(self._folders, self._budget)
             self._hooks.append(register_module_parameter_registration_hook(spill.notice))
         return self
@@ -266,8 +270,8 @@ class Init:
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             logger.warning(
                 "memory ran out in infinity.Init, which keeps up to %s of parameters in memory (4 times "
-                "infinity.unit_size). Under ulimit -d or -v, blocks that glibc keeps after they are freed count, too: "
-                "set MALLOC_MMAP_THRESHOLD_=1048576 in the environment. torch.device('meta') takes no memory "
-                "(docs/large_models.md).",
+                "infinity.unit_size, or a quarter of what is available). Under ulimit -d or -v, blocks that glibc "
+                "keeps after they are freed count, too: set MALLOC_MMAP_THRESHOLD_=1048576 in the environment. "
+                "torch.device('meta') takes no memory (docs/large_models.md).",
                 show_bytes(self._budget),
             )

@@ -131,7 +131,7 @@ def check_memory(
             free = f"leaves the {show_bytes(model_bytes)} of its parameters free"
             fix = f"construct the model {where}, which {free} (docs/large_models.md), or {fix}"
         if short.tier.in_host_memory and plan.device.host_addressable and not short.key:
-            fix += ". Activations take memory in addition"
+            fix += f". {show_bytes(more)} of the bytes are kept for the process; activations take memory in addition"
         name = f"{short.name} ({limit})" if more and limit else short.name
         raise OutOfMemoryError(name, short.needed + more, short.available + more, fix)
 
