@@ -70,7 +70,8 @@ class NotEnoughError(InfinityError):
                 f"{needed - available:,} are missing"
             )
         else:
-            text = f"the system refused {needed:,} bytes of {where}, of which {available:,} are available"
+            lacking = self.lacking.format(where)
+            text = f"the system refused {needed:,} bytes of {lacking}, of which {available:,} are available"
         super().__init__(f"{text}; {hint}" if hint else text)
 
     def __reduce__(self) -> tuple[type[NotEnoughError], tuple[str, int, int, str]]:

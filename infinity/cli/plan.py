@@ -111,8 +111,8 @@ def run(flags: Flags) -> None:
         if flags.max_model:
             _say_largest(flags, job)
             return
-        busy = [*_busy()]
         is_measured = flags.this_machine and not job.machine.gpus and job.links is not None
+        busy = [*_busy()] if is_measured else []  # before its own operations are timed
         found = predict(
             job.make,
             job.config,
@@ -126,7 +126,7 @@ def run(flags: Flags) -> None:
             write_output("--trace", flags.trace, json.dumps(found.simulation.chrome_trace()))
         notes = [
             *_chosen(flags),
-            *(busy if is_measured else ()),
+            *busy,
             *assumed(job.config),
             *kept(job.config, found.plan, found.ranks_per_node),
         ]

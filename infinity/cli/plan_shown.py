@@ -15,14 +15,12 @@ from infinity.config import Config
 from infinity.observe.timeline import LANES
 from infinity.sim.advice import name_of_wait
 from infinity.sim.machine import Machine
-from infinity.sim.needs import KINDS, memory_name
+from infinity.sim.needs import FREED, KINDS, memory_name
 from infinity.sim.planner import Prediction
 from infinity.sim.simulate import Simulation
 from infinity.sizes import counted, show_bytes, show_count
 from infinity.tier_kind import TierKind
 
-_FREED = 0.25
-"""Share of a predicted peak that freed blocks may add, as measured (docs/plan.md): predictions were up to 22 % low."""
 _PROCESS = 10**9
 """Bytes that a process may take beside its engine, with torch imported."""
 
@@ -36,14 +34,7 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     length = f" of {found.tokens:,} tokens" if found.tokens > 1 else ""
     work = f"{show_count(found.parameters)} parameters, {samples}{length} a step"
     yield Text(printable(f"{found.model}, {work}; {nodes}, {computes}"), style="bold")
-    small = f"{' and '.join(map(memory_name, needs.limits))} {'is' if len(needs.limits) == 1 else 'are'}"
-    fits = "fits" if not needs.limits else f"does not fit: {small} too small"
-    if not needs.limits and found.simulation is None and needs.spare(TierKind.HOST) < _PROCESS * found.ranks_per_node:
-        own = psutil.Process().memory_info().rss
-        fits = "fits" if own * found.ranks_per_node < needs.spare(TierKind.HOST) else "may not fit"
-        fits += f": {show_bytes(needs.spare(TierKind.HOST))} of host memory are left for the processes themselves, of "
-        fits += f"which this one, with torch, takes {show_bytes(own)}"
-    yield Text(f"It {fits}.", style="green" if not needs.limits else "red")
+    yield _verdict(found)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, padding=(0, 2, 0, 0))
     table.add_column("bytes of a node")
     for tier in TierKind:
@@ -54,7 +45,7 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     table.add_row("available", *(_cell(needs.available[tier]) for tier in TierKind))
     yield table
     yield from notes
-    if seen is not None and not machine.gpus and needs.spare(TierKind.HOST) < _FREED * needs.peak[TierKind.HOST]:
+    if seen is not None and not machine.gpus and needs.spare(TierKind.HOST) < FREED * needs.peak[TierKind.HOST]:
         spare = needs.spare(TierKind.HOST)
         left = f"{show_bytes(spare)} of host memory are left, and predicted" if spare >= 0 else "predicted"
         yield (
@@ -98,6 +89,24 @@ def striping(config: Config) -> Iterator[str]:
             f"nvme is {folders} folders: a run measures their speeds and gives each its share (aio.shares); nothing is "
             "measured here, where they count as one drive"
         )
+
+
+def _verdict(found: Prediction) -> Text:
+    """Return whether the model fits. Without bandwidths, the processes' own memory is not in the table."""
+    needs = found.needs
+    if needs.limits:
+        small = " and ".join(map(memory_name, needs.limits))
+        return Text(f"It does not fit: {small} {'is' if len(needs.limits) == 1 else 'are'} too small.", style="red")
+    spare = needs.spare(TierKind.HOST)
+    if found.simulation is not None or spare >= _PROCESS * found.ranks_per_node:
+        return Text("It fits.", style="green")
+    own = psutil.Process().memory_info().rss
+    fits, style = ("fits", "green") if own * found.ranks_per_node < spare else ("may not fit", "red")
+    return Text(
+        f"It {fits}: {show_bytes(spare)} of host memory are left for the processes themselves, and this one, which has "
+        f"imported torch, takes {show_bytes(own)}.",
+        style=style,
+    )
 
 
 def _moved(found: Prediction, seen: Simulation) -> Iterator[str]:

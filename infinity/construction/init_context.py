@@ -220,7 +220,7 @@ _UNITS = 4
 
 
 def bytes_in_memory(config: Config) -> int:
-    """Return the bytes of parameters that `Init` keeps in memory, if the config puts states on nvme."""
+    """Return the most bytes of parameters that `Init` keeps in memory, if the config puts states on nvme."""
     unit_size = config.infinity.unit_size
     return _UNITS * (UNIT_SIZE if unit_size == "auto" else unit_size)
 
@@ -234,11 +234,10 @@ class Init:
     code may read and edit its parameters, in the block and after it.
 
     Memory holds parameters of four times `infinity.unit_size` bytes (`auto`: 64 MiB), or a quarter of the available
-    memory if that is less. Each rank keeps the others in an
-    anonymous file in `nvme_path`, in their own dtype. `infinity.initialize` moves rank 0's values to their tiers unit
-    by unit, and frees the file's space meanwhile. Without `initialize`, the file is deleted with the model. Buffers
-    stay in memory, and so do parameters that share memory with other tensors. If the config puts no states on nvme, all
-    parameters stay in memory.
+    memory if that is less. Each rank keeps the others in an anonymous file in `nvme_path`, in their own dtype.
+    `infinity.initialize` moves rank 0's values to their tiers unit by unit, and frees the file's space meanwhile.
+    Without `initialize`, the file is deleted with the model. Buffers stay in memory, and so do parameters that share
+    memory with other tensors. If the config puts no states on nvme, all parameters stay in memory.
 
     Parameters built on the meta device are left to `infinity.initialize` and `infinity.load_pretrained`. Of nested
     blocks, the outermost with states on nvme counts.
@@ -252,14 +251,14 @@ class Init:
 
         config = Config.load(config)
         self._folders = config.zero_optimization.nvme_paths
-        self._budget = bytes_in_memory(config)
+        self._most = self._kept = bytes_in_memory(config)
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Init:
         if self._folders:
             # A container kills a process without a message; the model's code and torch need memory, too.
-            self._budget = min(self._budget, available_memory() // 4)
-            spill = Spill(self._folders, self._budget)
+            self._kept = min(self._most, available_memory() // 4)
+            spill = Spill(self._folders, self._kept)
             self._hooks.append(register_module_parameter_registration_hook(spill.notice))
         return self
 
@@ -273,5 +272,5 @@ class Init:
                 "infinity.unit_size, or a quarter of what is available). Under ulimit -d or -v, blocks that glibc "
                 "keeps after they are freed count, too: set MALLOC_MMAP_THRESHOLD_=1048576 in the environment. "
                 "torch.device('meta') takes no memory (docs/large_models.md).",
-                show_bytes(self._budget),
+                show_bytes(self._kept),
             )

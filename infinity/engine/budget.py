@@ -124,16 +124,24 @@ def check_memory(
     if short is not None:
         more = 0 if short.key else beside.get(short.tier, 0)
         fix = remedy(config, plan, budget, short, replan, lacks, more)
-        model_bytes = 0 if model is None else host_bytes(model)
-        if short.tier.in_host_memory and not short.key and short.needed <= short.available + model_bytes:
-            in_init = model_bytes - bytes_in_memory(config) if config.zero_optimization.nvme_paths else 0
-            where = "on the meta device" + " or in infinity.Init" * (short.needed <= short.available + in_init)
-            free = f"leaves the {show_bytes(model_bytes)} of its parameters free"
-            fix = f"construct the model {where}, which {free} (docs/large_models.md), or {fix}"
+        if model is not None and short.tier.in_host_memory and not short.key:
+            fix = _construction(config, short, host_bytes(model)) + fix
         if short.tier.in_host_memory and plan.device.host_addressable and not short.key:
-            fix += f". {show_bytes(more)} of the bytes are kept for the process; activations take memory in addition"
+            fix += f". {show_bytes(more)} of the needed bytes are for the process; activations take memory in addition"
         name = f"{short.name} ({limit})" if more and limit else short.name
         raise OutOfMemoryError(name, short.needed + more, short.available + more, fix)
+
+
+def _construction(config: Config, short: Shortage, model_bytes: int) -> str:
+    """Return the change that leaves the model's own bytes free, if these suffice; else an empty text."""
+    if short.needed > short.available + model_bytes:
+        return ""
+    in_init = model_bytes - bytes_in_memory(config) if config.zero_optimization.nvme_paths else 0
+    where = (
+        "on the meta device or in infinity.Init" if short.needed <= short.available + in_init else "on the meta device"
+    )
+    free = f"leaves the {show_bytes(model_bytes)} of its parameters free"
+    return f"construct the model {where}, which {free} (docs/large_models.md), or "
 
 
 def host_bytes(model: nn.Module) -> int:

@@ -51,15 +51,16 @@ def summarize(plan: Plan) -> str:
     if plan.ranks.model_parallel > 1:
         ranks = f", tensor parallel over {plan.ranks.model_parallel} ranks{ranks}"
     purpose = f"update {_WHEN[plan.update]}" if plan.update else "for inference"
-    if plan.drafted:
-        drafted = "" if plan.drafted_share == 1.0 else f"of {counted(len(plan.drafted), 'unit')} "
-        purpose = f"update {drafted}during backward"
-        purpose += f", of the others {_WHEN[plan.update]}" if drafted and plan.update else ""
-        purpose += "; if clipping or a loss scale changes the gradients, these updates are repeated"
+    if plan.drafted_share == 1.0:
+        purpose = "update during backward"
+    elif plan.drafted:
+        purpose += f", of {counted(len(plan.drafted), 'unit')} during backward"
     if plan.in_forward:
         purpose += f", of {counted(len(plan.in_forward), 'unit')} in the next forward"
     if plan.in_place:
         purpose += f", {counted(len(plan.in_place), 'unit')} in place"
+    if plan.drafted:
+        purpose += "; if clipping or a loss scale changes the gradients, updates during backward are repeated"
     meanwhile = "".join(
         f"; in the first steps, stored gradients take up to {show_bytes(more)} more {_where(plan, tier)}"
         for tier, more in plan.passing.items()

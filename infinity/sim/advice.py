@@ -47,12 +47,8 @@ def faster(config: Config, simulation: Simulation, needs: Needs, *, checkpointed
     for lane, seconds in lanes:
         if seconds < _EXPOSED * simulation.seconds:
             return
-        if (
-            lane in ("nvme_read", "nvme_write")
-            and kept >= _EXPOSED * states
-            and kept
-            and config.infinity.memory.host is None
-        ):
+        keeps = kept >= max(1, _EXPOSED * states) and config.infinity.memory.host is None
+        if lane in ("nvme_read", "nvme_write") and keeps:
             change = f'set infinity.memory.host to "auto", which keeps up to {show_bytes(kept)} of states off the drive'
         elif lane in ("nvme_read", "nvme_write", "update") and config.infinity.moments == "fp32":
             change = 'set infinity.moments to "bf16" or "8bit", which moves fewer bytes'

@@ -269,10 +269,10 @@ def language_model(name: str, module: nn.Module, *, sequence: int | None, checkp
     if checkpoint:
         try:
             # Its name since transformers 5.24; the older one warns there.
-            names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-            enable: Any = next(filter(None, (getattr(module, each, None) for each in names)))
+            own: Any = module
+            enable = getattr(own, "activation_checkpointing_enable", None) or own.gradient_checkpointing_enable
             enable({"use_reentrant": False})
-        except (AttributeError, StopIteration, TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(f"--checkpoint-activations: {name} does not support it ({error}).") from error
     length = sequence or int(getattr(settings, "max_position_embeddings", 0) or 1024)
 

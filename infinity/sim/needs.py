@@ -15,6 +15,8 @@ from infinity.sizes import show_bytes
 from infinity.tier_kind import TierKind
 
 KINDS = ("params", "gradients", "optimizer", "activations", "buffers")
+FREED = 0.25
+"""Share of a predicted peak that freed blocks may add, as measured (docs/plan.md): predictions were up to 22 % low."""
 _CHECKPOINT = "checkpoint activations (torch.utils.checkpoint in the model, or a Trainer's gradient_checkpointing)"
 _KIND = {State.PARAM: "params", State.GRAD: "gradients", State.OPTIM: "optimizer"}
 
@@ -157,9 +159,14 @@ def _changes(plan: Plan, needs: Needs, tier: TierKind, savings: Savings, missing
         states = held["params"] + held["gradients"] + held["optimizer"]
         return [(states, f"use a larger drive or more nodes{moments}")]
     before = needed(plan, tier)
-    short = Shortage(tier, memory_name(tier), before, before - -(-missing // ranks))
-    planned = [((before - needed(trial.plan, tier)) * ranks, str(trial)) for trial in savings.planned(short)]
-    found = [change for change in planned if change[0] >= missing][:1] or sorted(planned)[-1:]
+    with_reserve = needs.peak[tier] - int(needs.available[tier] / (1 + FREED))
+    for lacking in (with_reserve, missing) if plan.device.host_addressable else (missing,):
+        short = Shortage(tier, memory_name(tier), before, before - -(-lacking // ranks))
+        planned = [((before - needed(trial.plan, tier)) * ranks, str(trial)) for trial in savings.planned(short)]
+        if found := [change for change in planned if change[0] >= lacking][:1]:
+            break
+    else:
+        found = sorted(planned)[-1:]
     if moved := savings.activations.get(tier, 0):
         found.append((moved, f'set infinity.activations.device to "nvme", which frees {show_bytes(moved)}'))
     fewer = [

@@ -13,7 +13,8 @@ import infinity
 from infinity.errors import OutOfMemoryError
 from infinity.observe.timeline import LANES
 from infinity.sim.gpt2 import GPT2, GPT2Config
-from infinity.sizes import show_bytes
+from infinity.sizes import parse_size, show_bytes
+from support.advice import followed
 from support.commands import refused, run
 
 SHAPE = (
@@ -73,6 +74,50 @@ def test_a_peak_that_freed_blocks_may_exceed_names_the_setting_of_glibc(rates: P
     for share, said in ((1.2, True), (1.3, False)):
         shown = run("plan", *SHAPE, "--host-memory", int(share * peak), "--nvme", "8GiB", "--bandwidths", rates).stdout
         assert "It fits." in shown and ("MALLOC_MMAP_THRESHOLD_=1048576" in shown.replace("\n", " ")) == said
+
+
+def test_advice_leaves_the_reserve_that_predictions_need(rates: Path, tmp_path: Path) -> None:
+    """Where smaller buffers can, so that a run with the advice is not killed by freed blocks."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
+    content: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
+    file = tmp_path / "engine.json"
+    file.write_text(json.dumps(content))
+    low = tmp_path / "low.json"
+    low.write_text(json.dumps(RATES | {"baseline_rss": 1_000_000}))
+    options = (*SHAPE[:-2], "--nvme", "8GiB", "--config", file, "--bandwidths", low)
+    peak = planned(*options, "--host-memory", "8GiB")["peak_host_bytes"]
+    host = int(0.9 * peak)
+    (advice,) = planned(*options, "--host-memory", host, code=1)["advice"]
+    file.write_text(json.dumps(followed(content, advice, tmp_path)))
+    after = planned(*options, "--host-memory", host)
+    assert after["fits"] and 1.25 * after["peak_host_bytes"] <= host < peak
+
+
+def test_states_that_auto_keeps_are_no_more_than_there_are(rates: Path) -> None:
+    slow = rates.with_name("slow.json")
+    slow.write_text(json.dumps(RATES | {"nvme_read": 1e6, "nvme_write": 1e6, "nvme_mixed": 1e6}))
+    found = planned(*SHAPE, *MEMORY, "--bandwidths", slow)
+    nbytes = sum(found["tiers"]["nvme"][kind] for kind in ("params", "gradients", "optimizer"))
+    assert any(f"keeps up to {show_bytes(nbytes)} of states" in line for line in found["advice"])
+
+
+def test_a_fit_that_the_processes_own_memory_exceeds_is_none(rates: Path) -> None:
+    """Without bandwidths that memory is not in the table; here it is at least that of this process."""
+    peak = planned(*SHAPE, *MEMORY)["peak_host_bytes"]
+    for more, verdict in (("100MB", "It may not fit: 100 MB"), ("900MB", "It fits: 900 MB"), ("2GB", "It fits.")):
+        host = peak + parse_size(more)
+        assert verdict in run("plan", *SHAPE, "--host-memory", host, "--nvme", "8GiB").stdout
+
+
+@pytest.mark.parametrize(("load", "said"), [(10_000.0, True), (0.0, False)])
+def test_operations_that_are_timed_on_a_busy_machine_have_a_note(
+    load: float, said: bool, rates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    for options, is_timed in ((("--this-machine",), True), (MEMORY, False)):
+        notes = planned(*SHAPE, *options, "--bandwidths", rates)["notes"]
+        assert any("while other processes used the processors" in note for note in notes) == (said and is_timed)
 
 
 def test_this_machine_times_the_operations_of_the_model(rates: Path) -> None:

@@ -624,6 +624,19 @@ def test_a_model_on_meta_is_initialised_as_ever(tmp_path: Path) -> None:
 # -- too little --------------------------------------------------------------------------------------------------------
 
 
+def test_a_quarter_of_the_available_memory_is_the_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container with little memory would kill the process before `initialize` can say what is missing."""
+
+    def held() -> int:
+        with infinity.Init(engine_config(folder=tmp_path, unit_size=1 << 20)):
+            model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(20))
+        return 4 * sum(param.numel() for param in model.parameters() if not in_file(param))
+
+    assert held() == 20 * 64 * 64 * 4
+    monkeypatch.setattr("infinity.construction.init_context.available_memory", lambda: 4 * 5 * 64 * 64 * 4)
+    assert held() <= 5 * 64 * 64 * 4
+
+
 LIMITED = """
 import resource, sys
 import torch, infinity

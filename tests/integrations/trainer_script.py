@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from hugging_face import gpt2, rows, run_cases
@@ -205,15 +206,21 @@ def pretrained(folder: Path) -> Any:
 
 
 def ungathered(folder: Path) -> Any:
-    """`save_model` in stage 3 without stage3_gather_16bit_weights_on_model_save saves a checkpoint to convert."""
+    """`save_model` in stage 3 saves a checkpoint to convert, without stage3_gather_16bit_weights_on_model_save, and
+    with it where memory does not hold the weights.
+    """
     from deepspeed.utils.zero_to_fp32 import load_state_dict_from_zero_checkpoint
 
-    model = gpt2()
-    run = trainer(folder, auto(3, stage3_gather_16bit_weights_on_model_save=False), model)
-    values = trained(run)
-    run.save_model(str(folder / "saved"))
-    again = load_state_dict_from_zero_checkpoint(gpt2(), folder / "saved")
-    return [values["final"], trainer(folder, None, again).evaluate()["eval_loss"]]
+    found = []
+    for gathers in (False, True):
+        run = trainer(folder, auto(3, stage3_gather_16bit_weights_on_model_save=gathers), gpt2())
+        values = trained(run)
+        saved = folder / f"saved_{gathers}"
+        with mock.patch("infinity.deepspeed.states.available_memory", lambda: 1000):
+            run.save_model(str(saved))
+        again = load_state_dict_from_zero_checkpoint(gpt2(), saved)
+        found.append([values["final"], trainer(folder, None, again).evaluate()["eval_loss"]])
+    return found
 
 
 def generation(folder: Path) -> Any:
