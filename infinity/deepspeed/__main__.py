@@ -20,6 +20,7 @@ from typing import NoReturn
 from infinity.deepspeed.launcher.flags import BIND
 from infinity.deepspeed.substitute import find_shadow, substituted_environment
 from infinity.errors import InfinityError
+from infinity.observe.without_engine import expecting_engine
 from infinity.tiers.available import bind_rank
 
 _MODULE = "infinity.deepspeed"
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         _check_shadow(arguments[0])
         command = [sys.executable, *interpreter_options(options), *arguments]
     try:
-        environment = with_rank_variables(substituted_environment(environ))
+        environment = with_rank_variables(substituted_environment(environ)) | expecting_engine()
     except InfinityError as error:
         _fail(str(error))
     try:

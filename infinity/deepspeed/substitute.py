@@ -3,6 +3,7 @@
 The folder `shim/` has a package `deepspeed` and the metadata of a distribution of that name. With the folder first in
 PYTHONPATH, every Python process finds both there, before an installed DeepSpeed: `find_spec`, `importlib.metadata`,
 `import`. The package replaces itself by infinity.deepspeed when it is imported.
+An entry point of the distribution notes scripts that train without an engine (infinity.observe.without_engine).
 See [Note: in place of deepspeed].
 """
 

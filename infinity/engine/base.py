@@ -29,6 +29,7 @@ from infinity.model.hooks import ModelHooks
 from infinity.nn.pieces import Assembly, Piece, Pieces
 from infinity.observe.ledger import Ledger
 from infinity.observe.log import logger, show_by_default
+from infinity.observe.without_engine import engine_constructed
 from infinity.units.compiled import breaks_graphs, eager, own_name, uncompiled
 from infinity.units.released import is_released
 from infinity.units.stored import Wrappers, stored_in
@@ -78,6 +79,7 @@ class BaseEngine(ABC):
         self._input_dtypes = InputDtypes.of(config, dtype)
         self._hooks = ModelHooks(self.module, parts.units_of_module, parts.runner, parts.coming, self)
         open_engines.add(self)
+        engine_constructed()
         show_by_default()
         if parts.ranks.is_main_rank:
             if line := config.notes.line():
