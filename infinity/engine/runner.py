@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from infinity.comm.communicator import Communicator
 from infinity.errors import UsageError
 from infinity.model.saved import Scope
+from infinity.plan.plan import Plan
 from infinity.schedule.schedule import Schedule
 from infinity.tiers.device import Device
+from infinity.tiers.headroom import Pass, Planned, Use
 from infinity.tiers.pool import Lease
 from infinity.units import residents
 from infinity.units.compiled import in_derivative, transformed
@@ -28,16 +32,22 @@ class Runner:
     Any thread may call it, one at a time.
     """
 
-    def __init__(self, schedule: Schedule, store: UnitStore, scope: Scope, device: Device, ranks: Communicator) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        schedule: Schedule,
+        store: UnitStore,
+        scope: Scope,
+        device: Device,
+        ranks: Communicator,
+    ) -> None:
         self.schedule = schedule
         self.store = store
         self.edits = Edits(store)
         self.scope = scope
         self.recorder = device.recorder
         self._device = device
-        largest = max((unit.layout for unit in store.units), key=lambda layout: layout.nbytes)
-        has_parts = 2 * max(slot.numel for slot in largest.slots) <= largest.numel
-        self._headroom = device.headroom(largest.nbytes if has_parts else 0)
+        self._headroom = device.headroom(Planned.of(plan))
         self._ranks = ranks
         for unit in store.units:
             residents.add_parameters(unit, self)
@@ -61,7 +71,8 @@ class Runner:
         news = self.schedule.used(unit.index)
         if news:
             self.recorder.unit(unit.name)
-            self._headroom.follow(unit.name)
+            if self._headroom.is_due():
+                self._headroom.look(self._use_of(unit))
             self._pass_to(unit)
         store = self.store
         if unit.residency is Residency.RESIDENT and (not news or store.is_complete):
@@ -70,6 +81,15 @@ class Runner:
             if unit.residency is not Residency.RESIDENT:
                 self._arrive(unit)
             self._prefetch()
+
+    def _use_of(self, unit: Unit) -> Use:
+        """Return the use of `unit` that has begun, for the watch of host memory."""
+        if torch._C._current_graph_task_id() != -1:
+            within = Pass.BACKWARD
+        else:
+            within = Pass.FORWARD if torch.is_grad_enabled() else Pass.WITHOUT_GRAPH
+        trace = self.schedule.trace
+        return Use(unit.name, trace.cycle, max(0, trace.used - 1), within)
 
     def hold(self, unit: Unit) -> None:
         """Use the unit, and keep it in its buffer until `unhold`."""

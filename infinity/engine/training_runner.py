@@ -59,7 +59,7 @@ class TrainingRunner(Runner):
         gradients: GradStore,
         pipeline: UpdatePipeline,
     ) -> None:
-        super().__init__(schedule, updating.store, scope, device, ranks)
+        super().__init__(plan, schedule, updating.store, scope, device, ranks)
         self.hypers: Sequence[Hyper | ParameterHyper] = ()
         """Hyper-parameters of the updates that are created next, one entry per param_group."""
         self._updating = updating

@@ -238,7 +238,7 @@ def wire(
     scope = Scope(SavedTensors(backward, activations), store.resident)
     training: UpdateParts | None = None
     if plan.update is None:
-        runner = Runner(schedule, store, scope, device, ranks)
+        runner = Runner(plan, schedule, store, scope, device, ranks)
     else:
         grad_tiers = _grad_tiers(plan, tiers, device)
         buffers = _grad_buffers(plan, grad_tiers, pools, device, kernels)

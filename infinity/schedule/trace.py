@@ -135,6 +135,8 @@ class Tracer:
         self._recorded: list[int] = []
         self._counts: dict[int, int] = {}
         self._walk: Walk | None = None
+        self.cycle = 0
+        """Number of cycles begun."""
         self.last: int | None = None
         self.clock = 0
         self.recency: dict[int, int] = {}
@@ -167,6 +169,7 @@ class Tracer:
 
     def _start(self, kind: str) -> None:
         self._kind = kind
+        self.cycle += 1
         self._recorded = []
         self._counts = {}
         trace = self._traces.get(kind)
@@ -202,6 +205,11 @@ class Tracer:
             self._recorded.append(unit)
         if self._walk is not None and not self._walk.follow(unit):
             self._walk = None
+
+    @property
+    def used(self) -> int:
+        """Return the number of distinct units used in this cycle, without those expected."""
+        return len(self._counts)
 
     def known(self, kind: str) -> Trace:
         """Return the trace of `kind`, or the uses recorded so far of its first cycle; may be empty."""

@@ -21,7 +21,7 @@ from infinity.sim.clock import FOREGROUND, Clock, Record, lane_of
 from infinity.sim.lanes import Stream
 from infinity.tiers.device import CpuDevice, Device
 from infinity.tiers.digests import Fingerprint
-from infinity.tiers.headroom import Headroom
+from infinity.tiers.headroom import Headroom, Planned
 from infinity.tiers.transfer import DONE, Fingerprinted, Transfer
 from infinity.units.compiled import outside_modes
 
@@ -177,7 +177,7 @@ class SimulatedDevice(Device):
     def poison(self, buffer: torch.Tensor) -> None:
         """Released buffers hold nothing."""
 
-    def headroom(self, largest: int) -> Headroom:
+    def headroom(self, planned: Planned) -> Headroom:
         return Headroom(watches=False)  # no memory is taken
 
     def available_bytes(self) -> int:

@@ -26,7 +26,7 @@ from infinity.plan.policy import DeviceInfo
 from infinity.tiers import frozen
 from infinity.tiers.available import available_memory, update_processors
 from infinity.tiers.digests import Fingerprint
-from infinity.tiers.headroom import Headroom
+from infinity.tiers.headroom import Headroom, Planned
 from infinity.tiers.memory import host_tensor
 from infinity.tiers.transfer import DONE, Fingerprinted, Transfer
 
@@ -145,9 +145,9 @@ class Device(ABC):
         """Return the bytes that can still be allocated on the device."""
         return available_memory()
 
-    def headroom(self, largest: int) -> Headroom:
-        """Return the watch of host memory while a model runs. largest: as of `Headroom`."""
-        return Headroom(largest)
+    def headroom(self, planned: Planned) -> Headroom:
+        """Return the watch of host memory while a model runs."""
+        return Headroom(planned)
 
     def finish(self) -> None:  # noqa: B027 - copies of the host are done on return
         """Wait for all copies that were issued. Their memory may be freed or reused afterwards."""

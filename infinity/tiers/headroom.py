@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import os
 import resource
+from dataclasses import dataclass
+from enum import Enum
 
 from infinity.concurrency import now
 from infinity.observe.log import logger
+from infinity.plan.plan import Plan
+from infinity.plan.pools import GRADIENT_SHARDS, GRADIENTS, GRADIENTS_TO_REDUCE, UNITS
 from infinity.sizes import format_size, show_bytes
+from infinity.tier_kind import TierKind
 from infinity.tiers.available import available_memory
 
 _INTERVAL = 0.005
@@ -20,55 +25,156 @@ _GROWN = 4 << 20
 """Bytes by which the process's peak grows before what is left is looked at, which takes a quarter of a millisecond."""
 _LEAST = 16 << 20
 """Bytes below which the next allocation of any kind may fail."""
+_SHRINKS = 3
+"""Divisor of the buffers' bytes: halved units free 0.37 to 0.82 of them, as their largest parameters do not shrink."""
+_SEVERAL = 300_000_000
+"""Bytes of activations from which files are advised, which need buffers of their own and 256 MiB of the drive."""
+
+
+class Pass(Enum):
+    """Pass of the model in which a unit is used."""
+
+    FORWARD = "keeps activations for a backward"
+    WITHOUT_GRAPH = "keeps none: evaluation, or a block that a reentrant checkpoint runs again"
+    BACKWARD = "frees them, and computes those again that checkpoints dropped"
+
+
+@dataclass(frozen=True)
+class Use:
+    """A use of a unit. cycle: number of the forward and its backward. done: units used before in this cycle."""
+
+    unit: str
+    cycle: int
+    done: int
+    within: Pass
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Numbers of a plan on which advice depends.
+
+    units: of the model. largest: bytes of the largest unit, if a lower infinity.unit_size divides it; else 0.
+    buffers: bytes of host memory for units and their gradients. saves_on_nvme: activations are written to nvme.
+    """
+
+    units: int = 1
+    largest: int = 0
+    buffers: int = 0
+    saves_on_nvme: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan) -> Planned:
+        largest = max(plan.units, key=lambda layout: layout.nbytes)
+        has_parts = 2 * max(slot.numel for slot in largest.slots) <= largest.numel
+        # Others, such as tiles of optimizer states, have their size from other keys.
+        pools = (UNITS, GRADIENTS, GRADIENTS_TO_REDUCE, GRADIENT_SHARDS)
+        held = (pool.nbytes for pool in plan.pools if pool.name in pools and plan.in_host_memory(pool.tier))
+        saves_on_nvme = plan.activations is not None and plan.activations.tier is TierKind.NVME
+        return cls(len(plan.units), largest.nbytes if has_parts else 0, sum(held), saves_on_nvme)
 
 
 class Headroom:
     """Logs one warning if less host memory is left than the model has taken since the last look."""
 
-    def __init__(self, largest: int = 0, *, watches: bool = True) -> None:
-        """largest: bytes of the largest unit, if a lower infinity.unit_size divides it; else 0."""
-        self._largest = largest
+    def __init__(self, planned: Planned | None = None, *, watches: bool = True) -> None:
+        self._planned = planned or Planned()
         self._watches = watches
         self._looked = 0.0
-        self._peak: int | None = None
-        """The most resident bytes at a use of a unit. None before the first: until then, a script may load its data."""
+        self._peak = -1
+        """The most resident bytes at a use of a unit. -1 before the first: until then, a script may load its data."""
+        self._base = -1, 0, 0
+        """(cycle, units done, resident bytes) from which the units of a forward are measured."""
 
-    def follow(self, unit: str) -> None:
-        """Look at what is left before `unit` is used, if the process has a new peak."""
+    def is_due(self) -> bool:
+        """Return whether the next use of a unit is to be passed to `look`."""
         if not self._watches or (moment := now()) - self._looked < _INTERVAL:
-            return
+            return False
         self._looked = moment
+        return True
+
+    def look(self, use: Use) -> None:
+        """Look at what is left before a use, if the process has a new peak."""
         resident = _resident()
-        if self._peak is None:
+        if self._peak < 0:
             self._peak = resident
-        if (grown := resident - self._peak) < _GROWN:
+        grown = resident - self._peak
+        more = self._to_come(use, resident)
+        cycle, done, _ = self._base
+        # Blocks freed before are reused up to the peak. The first unit is unlike the others: an embedding saves only
+        # indices, and a first call imports modules.
+        if cycle != use.cycle or not done or grown <= 0:
+            self._base = use.cycle, use.done, resident
+        if grown < _GROWN:
             return
         self._peak = resident
         left = available_memory()
-        if left >= max(_LEAST, grown):
+        if left >= grown + _LEAST:
             return
         # Once: a step that memory does not hold would repeat it for each unit.
         self._watches = False
         # No error: the units that follow may need less, and only the kernel knows what it can reclaim.
-        logger.warning(
-            "host memory: %s are left before unit %s, and the model has just taken %s, mostly activations. If memory "
-            "runs out, the kernel kills the process (exit status 137), or under a ulimit an allocation fails. "
-            "Lower the micro-batch%s or checkpoint activations (torch.utils.checkpoint). "
-            "MALLOC_MMAP_THRESHOLD_=1048576 in the environment returns freed blocks to the system. If activations take "
-            'several hundred MB, infinity.activations.device "nvme" moves them to the drive.',
-            show_bytes(left),
-            unit,
-            show_bytes(grown),
-            self._smaller_buffers(),
-        )
+        logger.warning("%s", warning(use, left, grown, more, self._planned))
 
-    def _smaller_buffers(self) -> str:
-        """Return the change that shrinks buffers: a unit_size of at most half the largest unit."""
-        if not self._largest:
-            return ""
-        half = format_size(1 << max(12, (self._largest // 2).bit_length() - 1))
-        largest = show_bytes(self._largest)
-        return f', set infinity.unit_size to "{half}" for smaller buffers (the largest unit has {largest}),'
+    def _to_come(self, use: Use, resident: int) -> int | None:
+        """Return the bytes that the units left in a forward take, if each takes as much as those before did."""
+        cycle, done, before = self._base
+        units = self._planned.units
+        if (
+            not _keeps(use, self._planned)
+            or use.cycle != cycle
+            or not 0 < done < use.done < units
+            or resident <= before
+        ):
+            return None
+        return (resident - before) * (units - use.done) // (use.done - done)
+
+
+def warning(use: Use, left: int, grown: int, more: int | None, planned: Planned) -> str:
+    """Return the text of the warning before `use`.
+
+    left: bytes of host memory. grown: bytes taken since the last look. more: estimated bytes that the units from this
+    one on take; None: unknown.
+    """
+    taken = show_bytes(grown)
+    if more is not None:
+        count = planned.units - use.done
+        units = "the last unit takes" if count == 1 else f"the {count} units left take"
+        taken += f", mostly activations, and needs about {_rounded(more)} more if {units} as much as those before"
+    *others, last = _remedies(use, grown, more, planned)
+    remedies = f"{', '.join(others)} or {last}"
+    return (
+        f"host memory: {show_bytes(left)} are left before unit {use.unit}. The model has just taken {taken}. If memory "
+        "runs out, the kernel kills the process (exit status 137), or under a ulimit an allocation fails. "
+        f"{remedies}. MALLOC_MMAP_THRESHOLD_=1048576 in the environment returns freed blocks to the system."
+    )
+
+
+def _keeps(use: Use, planned: Planned) -> bool:
+    """Return whether each unit adds activations to host memory. On nvme, their buffers are filled once."""
+    return use.within is Pass.FORWARD and not planned.saves_on_nvme
+
+
+def _remedies(use: Use, grown: int, more: int | None, planned: Planned) -> list[str]:
+    """Return changes, the most effective first. Arguments: as of `warning`."""
+    found = ["Lower the micro-batch", "shorten the sequences"]
+    has_graph = use.within is not Pass.WITHOUT_GRAPH
+    if has_graph:
+        found.append("checkpoint activations (torch.utils.checkpoint)")
+    # The loss and backward follow a forward. Other passes need about as much again, and no more for each unit.
+    short = (None if more is None else 2 * more) if _keeps(use, planned) else grown
+    if planned.largest and short is not None and short <= planned.buffers // _SHRINKS:
+        half = format_size(1 << max(12, (planned.largest // 2).bit_length() - 1))
+        largest = show_bytes(planned.largest)
+        found.append(f'set infinity.unit_size to "{half}" for smaller buffers (the largest unit has {largest})')
+    if has_graph and not planned.saves_on_nvme and (more is None or more >= _SEVERAL):
+        when = "if activations take several hundred MB, " if more is None else ""
+        found.append(f'{when}set infinity.activations.device to "nvme"')
+    return found
+
+
+def _rounded(nbytes: int) -> str:
+    """Return an estimate in two digits: 508_000_000 -> '510 MB'."""
+    return show_bytes(float(f"{nbytes:.1e}")).replace(".00", "")
 
 
 def _resident() -> int:

@@ -8,8 +8,9 @@ from itertools import count
 
 import pytest
 
+from infinity.observe.log import logger
 from infinity.tiers import headroom
-from infinity.tiers.headroom import Headroom
+from infinity.tiers.headroom import Headroom, Pass, Use
 
 MIB = 1 << 20
 
@@ -52,52 +53,45 @@ def test_a_forward_that_memory_does_not_hold_is_announced() -> None:
     assert "are left before unit blocks." in line and "infinity.activations.device" in line
 
 
-@pytest.mark.parametrize(
-    ("largest", "advice"),
-    [
-        (14 << 20, ', set infinity.unit_size to "4MiB" for smaller buffers (the largest unit has 14.68 MB), or'),
-        (0, "Lower the micro-batch or checkpoint"),
-    ],
-)
+def use(unit: str, done: int) -> Use:
+    return Use(unit, 1, done, Pass.FORWARD)
+
+
 def test_what_the_last_unit_took_has_to_be_left(
-    largest: int, advice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Growth is that of this process: what another one takes meanwhile is no growth of a unit."""
     peak, left = [1000 * MIB], [1000 * MIB]
     monkeypatch.setattr(headroom, "_resident", lambda: peak[0])
-    monkeypatch.setattr(headroom, "now", count(1.0).__next__)
     monkeypatch.setattr(headroom, "available_memory", lambda: left[0])
-    monkeypatch.setattr(headroom.logger, "propagate", True)
-    found = Headroom(largest)
+    monkeypatch.setattr(logger, "propagate", True)
+    found = Headroom()
+    assert found.is_due()
     peak[0] += 300 * MIB  # the script loads its data
     left[0] -= 900 * MIB  # and another process
-    found.follow("a")
+    found.look(use("a", 0))
     peak[0] += 60 * MIB
-    left[0] -= 40 * MIB
-    found.follow("b")  # 60 of 60 MiB are left
+    left[0] -= 24 * MIB
+    found.look(use("b", 1))  # as many are left, and 16 MiB
     left[0] = 0
-    found.follow("c")  # no new peak
+    found.look(use("c", 2))  # no new peak
     assert not caplog.records
     peak[0] += 20 * MIB
     left[0] = 20 * MIB - 1
-    found.follow("d")
-    peak[0] += 20 * MIB
-    found.follow("e")
+    found.look(use("d", 3))
+    monkeypatch.setattr(headroom, "now", lambda: 1e18)
+    assert not found.is_due()
     (record,) = caplog.records
-    assert "20.97 MB are left before unit d" in record.getMessage() and advice in record.getMessage()
+    assert "20.97 MB are left before unit d" in record.getMessage()
 
 
 def test_small_units_are_not_followed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look takes longer than a use of a unit that is resident."""
-    moments, looks = count(1.0, 0.001), []
-    monkeypatch.setattr(headroom, "now", lambda: next(moments))
-    monkeypatch.setattr(headroom, "_resident", lambda: looks.append(1) or 0)
+    monkeypatch.setattr(headroom, "now", count(1.0, 0.001).__next__)
     found = Headroom()
-    for _ in range(100):
-        found.follow("a")
-    assert 10 <= len(looks) <= 21
+    assert 10 <= sum(found.is_due() for _ in range(100)) <= 21
 
 
-def test_a_simulated_run_watches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headroom, "_resident", lambda: pytest.fail("the machine that is simulated is not this one"))
-    Headroom(watches=False).follow("a")
+def test_a_simulated_run_watches_nothing() -> None:
+    """The machine that is simulated is not this one."""
+    assert not Headroom(watches=False).is_due()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from infinity.tiers.device import CpuDevice
-from infinity.tiers.headroom import Headroom
+from infinity.tiers.headroom import Headroom, Planned
 from support.configs import engine_config
 from support.loops import open_engine
 
@@ -21,7 +21,7 @@ WIDTH = 16
 class Unwatched(CpuDevice):
     """A device whose host memory nobody watches: a watch looks every few milliseconds, in more calls if time passes."""
 
-    def headroom(self, largest: int) -> Headroom:
+    def headroom(self, planned: Planned) -> Headroom:
         return Headroom(watches=False)
 
 
