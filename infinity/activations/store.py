@@ -20,7 +20,7 @@ from infinity.activations.room import Alias, Leftover, Room, Stored, key_of
 from infinity.errors import UsageError
 from infinity.plan.io import ActivationPlan
 from infinity.tiers.device import Device
-from infinity.tiers.memory import return_freed_memory
+from infinity.tiers.freed import return_freed_memory
 from infinity.tiers.transfer import Transfer
 
 _SMALLEST_WINDOW = 64 << 20

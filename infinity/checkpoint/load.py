@@ -19,7 +19,7 @@ from infinity.optim.cpu_adam import split_master
 from infinity.optim.moments import convert_moments, rounding_key
 from infinity.plan.formats import StateKind
 from infinity.plan.layout import Slot, UnitLayout
-from infinity.tiers.memory import return_freed_memory
+from infinity.tiers.freed import return_freed_memory
 from infinity.units.states import Flats
 from infinity.units.unit import Unit
 

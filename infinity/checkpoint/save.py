@@ -31,7 +31,7 @@ from infinity.nn.pieces import Piece
 from infinity.plan.formats import StateKind
 from infinity.plan.layout import UnitLayout
 from infinity.tiers.device import Device
-from infinity.tiers.memory import return_freed_memory
+from infinity.tiers.freed import return_freed_memory
 from infinity.units.states import Flats, UnitStates
 
 _Value = tuple[StateKind, Piece, torch.Tensor]

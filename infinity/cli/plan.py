@@ -32,7 +32,7 @@ from infinity.sim.machine import Links, Machine
 from infinity.sim.measured import MeasuredTimes
 from infinity.sim.needs import memory_name
 from infinity.sim.own_module import check_forward, of_file
-from infinity.sim.planner import largest, predict
+from infinity.sim.planner import assumed_rss, largest, predict
 from infinity.sizes import show_count
 
 _DEFAULT_BATCH = 8
@@ -270,12 +270,12 @@ def _machine(flags: Flags, checks: _Checks) -> Machine | None:
 
 
 def _say_largest(flags: Flags, job: _Job) -> None:
-    baseline = job.links.baseline_rss if job.links is not None else 0
     shape, tile_bytes = job.shape, _tile_bytes(flags)
 
     def make(layers: int) -> PlannedModel:
         return gpt2(replace(shape, num_layers=layers), tile_bytes)
 
+    baseline = assumed_rss(make(1), job.machine) if job.links is None else job.links.baseline_rss
     found = largest(make, job.config, job.machine, baseline, train_batch=flags.train_batch)
     width, limits = shape.hidden_size, " and ".join(map(memory_name, found.limits))
     if not found.blocks:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import psutil
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
@@ -15,14 +14,11 @@ from infinity.config import Config
 from infinity.observe.timeline import LANES
 from infinity.sim.advice import name_of_wait
 from infinity.sim.machine import Machine
-from infinity.sim.needs import FREED, KINDS, memory_name
+from infinity.sim.needs import KINDS, memory_name
 from infinity.sim.planner import Prediction
 from infinity.sim.simulate import Simulation
 from infinity.sizes import counted, show_bytes, show_count
 from infinity.tier_kind import TierKind
-
-_PROCESS = 10**9
-"""Bytes that a process may take beside its engine, with torch imported."""
 
 
 def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Iterator[str | RenderableType]:
@@ -45,12 +41,10 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     table.add_row("available", *(_cell(needs.available[tier]) for tier in TierKind))
     yield table
     yield from notes
-    if seen is not None and not machine.gpus and needs.spare(TierKind.HOST) < FREED * needs.peak[TierKind.HOST]:
-        spare = needs.spare(TierKind.HOST)
-        left = f"{show_bytes(spare)} of host memory are left, and predicted" if spare >= 0 else "predicted"
+    if needs.returns_freed:
         yield (
-            f"{left} peaks were up to 22 % too low: leave more, or set MALLOC_MMAP_THRESHOLD_=1048576 in the "
-            "environment, which returns blocks that glibc keeps after they are freed"
+            f"{show_bytes(needs.spare(TierKind.HOST))} of host memory are left, which freed blocks may exceed. The "
+            "engine then returns them to the system at once, which lengthened steps by 19 to 34 %"
         )
     for tier in TierKind:
         if passing := needs.passing[tier]:
@@ -74,8 +68,8 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
         yield from _moved(found, seen)
     else:
         yield (
-            "step time and the memory of the processes themselves are not known: measure the machine with infinity "
-            "bench-links, and pass --bandwidths"
+            f"processes: {show_bytes(needs.tiers[TierKind.HOST]['processes'])} are assumed for Python and libraries, "
+            "and the step time is not known: measure both with infinity bench-links, and pass --bandwidths"
         )
     for line in found.advice:
         yield f"advice: {line}"
@@ -92,21 +86,15 @@ def striping(config: Config) -> Iterator[str]:
 
 
 def _verdict(found: Prediction) -> Text:
-    """Return whether the model fits. Without bandwidths, the processes' own memory is not in the table."""
+    """Return whether the model fits, with a reserve for freed blocks."""
     needs = found.needs
     if needs.limits:
         small = " and ".join(map(memory_name, needs.limits))
         return Text(f"It does not fit: {small} {'is' if len(needs.limits) == 1 else 'are'} too small.", style="red")
-    spare = needs.spare(TierKind.HOST)
-    if found.simulation is not None or spare >= _PROCESS * found.ranks_per_node:
-        return Text("It fits.", style="green")
-    own = psutil.Process().memory_info().rss
-    fits, style = ("fits", "green") if own * found.ranks_per_node < spare else ("may not fit", "red")
-    return Text(
-        f"It {fits}: {show_bytes(spare)} of host memory are left for the processes themselves, and this one, which has "
-        f"imported torch, takes {show_bytes(own)}.",
-        style=style,
-    )
+    if needs.is_tight:
+        left, more = show_bytes(needs.spare(TierKind.HOST)), show_bytes(needs.reserve)
+        return Text(f"It may not fit: {left} of host memory are left, and runs may take {more} more.", style="red")
+    return Text("It fits.", style="green")
 
 
 def _moved(found: Prediction, seen: Simulation) -> Iterator[str]:

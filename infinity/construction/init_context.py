@@ -27,7 +27,8 @@ from infinity.errors import ModelError
 from infinity.observe.log import logger
 from infinity.sizes import show_bytes
 from infinity.tiers.available import available_memory
-from infinity.tiers.memory import PAGE, return_freed_memory, storage_users
+from infinity.tiers.freed import keep_freed_blocks, return_freed_blocks, return_freed_memory
+from infinity.tiers.memory import PAGE, storage_users
 from infinity.units.discover import UNIT_SIZE
 from infinity.units.released import is_released
 
@@ -258,6 +259,7 @@ class Init:
         if self._folders:
             # A container kills a process without a message; the model's code and torch need memory, too.
             self._kept = min(self._most, available_memory() // 4)
+            return_freed_blocks()
             spill = Spill(self._folders, self._kept)
             self._hooks.append(register_module_parameter_registration_hook(spill.notice))
         return self
@@ -265,12 +267,12 @@ class Init:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._hooks:
             self._hooks.pop().remove()
+            keep_freed_blocks()
         # torch has no class for it: a RuntimeError of its allocator.
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             logger.warning(
                 "memory ran out in infinity.Init, which keeps up to %s of parameters in memory (4 times "
-                "infinity.unit_size, or a quarter of what is available). Under ulimit -d or -v, blocks that glibc "
-                "keeps after they are freed count, too: set MALLOC_MMAP_THRESHOLD_=1048576 in the environment. "
-                "torch.device('meta') takes no memory (docs/large_models.md).",
+                "infinity.unit_size, or a quarter of what is available). torch.device('meta') takes no memory "
+                "(docs/large_models.md).",
                 show_bytes(self._kept),
             )

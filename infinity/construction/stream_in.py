@@ -17,7 +17,7 @@ from infinity.construction.materialize import Materializer, empty_states, put, r
 from infinity.errors import RanksError
 from infinity.model.remote import is_remote, plain
 from infinity.plan.layout import UnitLayout
-from infinity.tiers.memory import return_freed_memory
+from infinity.tiers.freed import return_freed_memory
 from infinity.units.binding import unbind
 from infinity.units.discover import UnitParameters
 from infinity.units.states import Flats, UnitStates

@@ -25,7 +25,7 @@ from infinity.observe.log import logger
 from infinity.plan.placement import State
 from infinity.sizes import show_bytes
 from infinity.tiers.available import available_memory
-from infinity.tiers.memory import return_freed_memory
+from infinity.tiers.freed import return_freed_memory
 from infinity.tiers.slab import SlabTier
 from infinity.units import released
 from infinity.units.stored import follow_device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from infinity.engine.budget import host_share
 from infinity.plan.placement import State
@@ -13,11 +14,15 @@ from infinity.plan.shortage import Shortage, exceeded
 from infinity.sim.machine import Machine
 from infinity.sizes import show_bytes
 from infinity.tier_kind import TierKind
+from infinity.tiers.headroom import scarce
 
-KINDS = ("params", "gradients", "optimizer", "activations", "buffers")
-FREED = 0.25
-"""Share of a predicted peak that freed blocks may add, as measured (docs/plan.md): predictions were up to 22 % low."""
-_CHECKPOINT = "checkpoint activations (torch.utils.checkpoint in the model, or a Trainer's gradient_checkpointing)"
+if TYPE_CHECKING:
+    from infinity.config import Config
+
+KINDS = ("params", "gradients", "optimizer", "activations", "buffers", "processes")
+_RESERVE = 0.05
+"""Share of a predicted peak that is left on a CPU. With freed blocks returned to the system, 28 measured peaks were up
+to 3.3 % higher than predicted (bench/results/predict.md)."""
 _KIND = {State.PARAM: "params", State.GRAD: "gradients", State.OPTIM: "optimizer"}
 
 
@@ -28,7 +33,7 @@ class Needs:
     tiers: Mapping[TierKind, Mapping[str, int]]
     """Tier → kind → bytes: extents of states, activations and buffers."""
     peak: Mapping[TierKind, int]
-    """Tier → the most bytes at once; host: with the processes themselves."""
+    """Tier → the most bytes at once."""
     passing: Mapping[TierKind, int]
     """Tier → bytes of gradients, counted in `tiers` and `peak`, that are stored only in the first steps and in steps
     that depart from the trace."""
@@ -49,8 +54,30 @@ class Needs:
         over = {each.tier for each in self.exceeded}
         return [tier for tier in TierKind if tier in over or tier in self.lacking]
 
+    @property
+    def reserve(self) -> int:
+        """Return the bytes by which a measured peak of host memory may exceed the prediction; 0 on nodes with GPUs."""
+        return 0 if self.available[TierKind.DEVICE] else int(_RESERVE * self.peak[TierKind.HOST])
+
+    @property
+    def is_tight(self) -> bool:
+        """Return whether host memory suffices for the prediction, but not for the reserve beside it."""
+        return not self.limits and self.spare(TierKind.HOST) < self.reserve
+
+    @property
+    def returns_freed(self) -> bool:
+        """Return whether a run returns freed blocks to the system, which lengthens its steps."""
+        short = scarce(self.peak[TierKind.HOST], self.tiers[TierKind.HOST]["activations"])
+        return not self.limits and not self.available[TierKind.DEVICE] and self.spare(TierKind.HOST) < short
+
     def spare(self, tier: TierKind) -> int:
         return self.available[tier] - self.peak[tier]
+
+    def bound(self, tier: TierKind, *, reserve: bool) -> int:
+        """Return the largest peak that fits. reserve: leave the reserve of host memory."""
+        if not reserve or not tier.in_host_memory or self.available[TierKind.DEVICE]:
+            return self.available[tier]
+        return int(self.available[tier] / (1 + _RESERVE))
 
 
 def needs_of(
@@ -59,7 +86,7 @@ def needs_of(
     """Return the bytes that all ranks of a node take together.
 
     activations: tier → peak bytes of one rank that autograd saves, besides parameters. baseline_rss: resident bytes of
-    a process before it makes an engine. registered: bytes of the model's own buffers, which a rank has on its device.
+    a process without an engine. registered: bytes of the model's own buffers, which a rank has on its device.
     """
     ranks = machine.ranks_per_node
     place = {tier: TierKind.HOST if tier.on_device and not machine.gpus else tier for tier in TierKind}
@@ -82,6 +109,7 @@ def needs_of(
         peak[place[tier]] += nbytes * ranks
     tiers[place[TierKind.DEVICE]]["buffers"] += registered * ranks
     peak[place[TierKind.DEVICE]] += registered * ranks
+    tiers[TierKind.HOST]["processes"] += baseline_rss * ranks
     peak[TierKind.HOST] += baseline_rss * ranks
     available = {
         TierKind.DEVICE: machine.device_memory * machine.gpus,
@@ -92,34 +120,43 @@ def needs_of(
 
 
 @dataclass(frozen=True)
-class Savings:
-    """Changes that are left to make."""
+class Fewer:
+    """A change that leaves fewer activations, and what is predicted with it."""
 
-    checkpoint: bool
-    """The model can recompute activations, and does not."""
-    smaller_batch: bool
-    """A micro-batch has several sequences."""
-    activations: Mapping[TierKind, int]
-    """Tier → bytes of a node that `infinity.activations.device` `"nvme"` frees there."""
+    change: str
+    needs: Needs
+    plan: Plan
+    config: Config
+
+
+@dataclass(frozen=True)
+class Savings:
+    """Changes that are left to make, each planned or simulated."""
+
+    activations: Callable[[TierKind], Iterator[Fewer]]
+    """Memory that is lacking → changes of activations, the best first."""
     remedy: Callable[[Shortage], str]
     """Limit of `infinity.memory` that is exceeded → a change with which the plan fits it."""
-    planned: Callable[[Shortage], Sequence[Trial]]
-    """Memory of a rank that is lacking → changes of states and buffers, the best first."""
+    planned: Callable[[Fewer, Shortage], Iterator[Trial]]
+    """Change, memory of a rank that is still lacking → further changes, of states and buffers, the best first."""
 
 
-def advice(plan: Plan, needs: Needs, savings: Savings) -> Iterator[str]:
+def advice(start: Fewer, savings: Savings) -> Iterator[str]:
     """Yield, for each limit of `infinity.memory` and each tier that is exceeded, the bytes it lacks and the changes
-    with which the plan would fit.
+    with which the plan would fit; and those that would leave the reserve.
+
+    start: no change.
     """
+    needs = start.needs
     for over in needs.exceeded:
         lacking = show_bytes(over.needed - over.available)
         yield f"{over.key} is {lacking} a rank too small: {savings.remedy(over)}"
     for tier in needs.lacking:
-        missing = -needs.spare(tier)
-        changes = _changes(plan, needs, tier, savings, missing)
-        freed = sum(nbytes for nbytes, _ in changes)
-        more = f". This frees at most {show_bytes(freed)}: use a smaller model or more nodes" if freed < missing else ""
-        yield f"{memory_name(tier)} is {show_bytes(missing)} too small: {', and '.join(enough(changes, missing))}{more}"
+        yield f"{memory_name(tier)} is {show_bytes(-needs.spare(tier))} too small: {_changes(start, tier, savings)}"
+    if needs.is_tight:
+        search = _Search(start, TierKind.HOST, savings)
+        if found := search.enough(reserve=True):
+            yield f"to leave {show_bytes(needs.reserve)}, {found}"
 
 
 def memory_name(tier: TierKind) -> str:
@@ -136,47 +173,61 @@ def kept_by_auto(plan: Plan, needs: Needs) -> int:
     return max(0, min(room, needs.spare(TierKind.HOST), states))
 
 
-def enough(changes: list[tuple[int, str]], missing: int) -> list[str]:
-    """Return the first change that frees `missing` bytes; else the largest ones that do together, or all."""
-    for freed, change in changes:
-        if freed >= missing:
-            return [change]
-    chosen: list[str] = []
-    for freed, change in sorted(changes, key=lambda item: -item[0]):
-        if missing > 0 and freed > 0:
-            chosen.append(change)
-            missing -= freed
-    return chosen or [changes[-1][1]]
-
-
-def _changes(plan: Plan, needs: Needs, tier: TierKind, savings: Savings, missing: int) -> list[tuple[int, str]]:
-    """Return (the bytes that it frees, change), the best first."""
-    held, ranks = needs.tiers[tier], needs.ranks
+def _changes(start: Fewer, tier: TierKind, savings: Savings) -> str:
+    """Return changes with which the plan fits the tier; those that leave the reserve, if any do."""
+    plan = start.plan
     if not tier.in_memory:
         native = [layout for layout in plan.units if layout.trainable and not layout.windows]
         is_small = not native or plan.policy.states(native[0]).bytes_per_element <= 5
-        moments = "" if is_small else ', or infinity.moments "8bit"'
-        states = held["params"] + held["gradients"] + held["optimizer"]
-        return [(states, f"use a larger drive or more nodes{moments}")]
-    before = needed(plan, tier)
-    with_reserve = needs.peak[tier] - int(needs.available[tier] / (1 + FREED))
-    for lacking in (with_reserve, missing) if plan.device.host_addressable else (missing,):
-        short = Shortage(tier, memory_name(tier), before, before - -(-lacking // ranks))
-        planned = [((before - needed(trial.plan, tier)) * ranks, str(trial)) for trial in savings.planned(short)]
-        if found := [change for change in planned if change[0] >= lacking][:1]:
-            break
-    else:
-        found = sorted(planned)[-1:]
-    if moved := savings.activations.get(tier, 0):
-        found.append((moved, f'set infinity.activations.device to "nvme", which frees {show_bytes(moved)}'))
-    fewer = [
-        change
-        for change, is_left in (
-            (_CHECKPOINT, savings.checkpoint),
-            ("use a smaller micro-batch or shorter sequences", savings.smaller_batch),
-        )
-        if is_left
-    ]
-    if fewer:
-        found.append((held["activations"], ", and if that is not enough ".join(fewer)))
-    return found or [(0, "use a smaller model or more nodes")]
+        return "use a larger drive or more nodes" + ("" if is_small else ', or infinity.moments "8bit"')
+    search = _Search(start, tier, savings)
+    return search.enough(reserve=True) or search.enough(reserve=False) or search.least()
+
+
+class _Search:
+    """Finds changes with which a plan fits a memory: of states and buffers, of activations, or one of each."""
+
+    def __init__(self, start: Fewer, tier: TierKind, savings: Savings) -> None:
+        self._tier, self._savings = tier, savings
+        self._known = [start]
+        self._more = savings.activations(tier)
+
+    def enough(self, *, reserve: bool) -> str:
+        """Return changes that suffice; an empty text if none do. reserve: as of `Needs.bound`."""
+        for fewer in self._each():
+            left = fewer.needs.peak[self._tier] - fewer.needs.bound(self._tier, reserve=reserve)
+            if left <= 0:
+                return fewer.change
+            for freed, change in self._planned(fewer, left):
+                if freed >= left:
+                    return _joined(change, fewer.change)
+        return ""
+
+    def least(self) -> str:
+        """Return the bytes that the plan needs with all changes."""
+        found = []
+        for fewer in self._each():
+            peak = fewer.needs.peak[self._tier]
+            freed, change = max(self._planned(fewer, peak), default=(0, ""))
+            found.append((peak - freed, _joined(change, fewer.change)))
+        nbytes, changes = min(found, key=lambda each: each[0])
+        less = "use a smaller model or more nodes"
+        return f"{less}: it still needs {show_bytes(nbytes)} if you {changes}" if changes else less
+
+    def _each(self) -> Iterator[Fewer]:
+        """Yield no change and those of activations, each of which is simulated once."""
+        yield from self._known
+        for fewer in self._more:
+            self._known.append(fewer)
+            yield fewer
+
+    def _planned(self, fewer: Fewer, lacking: int) -> Iterator[tuple[int, str]]:
+        """Yield (bytes of a node that it frees, change) of changes of states and buffers for `lacking` bytes."""
+        before, ranks = needed(fewer.plan, self._tier), fewer.needs.ranks
+        short = Shortage(self._tier, memory_name(self._tier), before, max(0, before - -(-lacking // ranks)))
+        for trial in self._savings.planned(fewer, short):
+            yield (before - needed(trial.plan, self._tier)) * ranks, str(trial)
+
+
+def _joined(*changes: str) -> str:
+    return ", and ".join(change for change in changes if change)

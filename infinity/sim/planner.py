@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,9 +25,10 @@ from infinity.plan.remedy import needed, remedy, trials
 from infinity.plan.shortage import Shortage, exceeded
 from infinity.sim.advice import Wear, drafts, faster, longer, split_updates, wear_of, whole_step
 from infinity.sim.device import DeviceFacts, Times
+from infinity.sim.fewer import fewer_activations
 from infinity.sim.gpt2 import PlannedModel
 from infinity.sim.machine import Links, Machine
-from infinity.sim.needs import Needs, Savings, advice, needs_of
+from infinity.sim.needs import Fewer, Needs, Savings, advice, needs_of
 from infinity.sim.ranks import Ranks
 from infinity.sim.simulate import Simulation, simulate
 from infinity.tier_kind import TierKind
@@ -40,6 +40,10 @@ _MOST_SIMULATED = 32
 """Number of blocks above which activations are extrapolated in any case."""
 _UNKNOWN = Links(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, dict.fromkeys(("float32", "bfloat16", "float16"), 1e12), 0)
 """Placeholder for bandwidths that were not measured; bytes do not depend on them."""
+_WITH_COMPILER = 360_000_000
+"""Resident bytes of a process with torch's compiler, which torch.utils.checkpoint imports: measured with torch 2.13."""
+_CUDA_PROCESS = 1_360_000_000
+"""Host memory of a process that has used CUDA, as `infinity bench-links` measured it on an H200 (torch 2.11)."""
 
 
 @dataclass(frozen=True)
@@ -123,18 +127,19 @@ def predict(
     def replan(config: Config, budget: Budget) -> Plan:
         return plan_of(make(), config, machine, budget)
 
+    def predicted(model: PlannedModel, config: Config) -> tuple[Plan, Needs]:
+        return _needed(model, config, machine, links, times, train_batch=train_batch)[1:]
+
     savings = Savings(
-        checkpoint=not model.checkpointed,
-        smaller_batch=config.resolve_batch(machine.ranks).micro > 1,
-        activations=_moved_to_nvme(make, config, machine, needs, links, times, train_batch=train_batch),
+        activations=partial(fewer_activations, make, config, machine, needs, predicted),
         remedy=lambda short: remedy(config, plan, budget, short, replan, lambda plan: next(exceeded(plan), None)),
-        planned=lambda short: list(trials(config, plan, budget, short, replan, partial(_lacks, short))),
+        planned=lambda fewer, short: trials(fewer.config, fewer.plan, budget, short, replan, partial(_lacks, short)),
     )
-    found, wear = list(advice(plan, needs, savings)), None
+    found, wear = list(advice(Fewer("", needs, plan, config), savings)), None
     if simulation is not None and links is not None:
         wear = wear_of(simulation, machine.ranks_per_node, endurance)
         again = partial(_again, make, machine, links, times)
-        if not found:
+        if not needs.limits:
             found += faster(config, simulation, needs, checkpointed=model.checkpointed)
             if not train_batch:
                 found += whole_step(again, config, simulation)
@@ -160,26 +165,6 @@ def predict(
     )
 
 
-def _moved_to_nvme(
-    make: Callable[[], PlannedModel],
-    config: Config,
-    machine: Machine,
-    needs: Needs,
-    links: Links | None,
-    times: Times | None,
-    *,
-    train_batch: bool,
-) -> dict[TierKind, int]:
-    """Return tier → bytes of a node that `infinity.activations.device: "nvme"` frees in tiers that lack memory."""
-    section = config.infinity.activations
-    if section.device != "none" or not machine.nvme or not {TierKind.DEVICE, TierKind.HOST} & set(needs.lacking):
-        return {}
-    section = section.model_copy(update={"device": "nvme", "nvme_path": section.nvme_path or (Path(),)})
-    config = config.model_copy(update={"infinity": config.infinity.model_copy(update={"activations": section})})
-    _, _, after = _needed(make(), config, machine, links, times, train_batch=train_batch)
-    return {tier: max(0, needs.peak[tier] - after.peak[tier]) for tier in needs.lacking}
-
-
 def _needed(
     model: PlannedModel,
     config: Config,
@@ -196,11 +181,23 @@ def _needed(
     if links is None:
         plan = plan_of(model, config, machine)
         activations = _activations_of(model, config, machine, train_batch=train_batch)
-        return None, plan, needs_of(plan, machine, activations=activations, baseline_rss=0, registered=registered)
+        baseline = assumed_rss(model, machine)
+        return (
+            None,
+            plan,
+            needs_of(plan, machine, activations=activations, baseline_rss=baseline, registered=registered),
+        )
     seen = _simulated(model, config, machine, links, train_batch=train_batch, times=times)
     saved, baseline = _activations(seen), links.baseline_rss
     needs = needs_of(seen.plan, machine, activations=saved, baseline_rss=baseline, registered=registered)
     return seen, seen.plan, needs
+
+
+def assumed_rss(model: PlannedModel, machine: Machine) -> int:
+    """Return the resident bytes of a process without its engine that are assumed if they were not measured."""
+    if machine.gpus:
+        return _CUDA_PROCESS
+    return max(model.process, _WITH_COMPILER) if model.checkpointed else model.process
 
 
 def _registered(model: PlannedModel) -> int:

@@ -173,16 +173,3 @@ def storage_users(tensor: torch.Tensor) -> int:
     """
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
-
-
-def return_freed_memory() -> None:
-    """Return freed heap memory to the system.
-
-    The C library keeps free memory between used blocks, which grows with the model if large blocks are freed among
-    small ones that stay.
-    """
-    if _trim is not None:
-        _trim(0)
-
-
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's

@@ -13,7 +13,7 @@ import infinity
 from infinity.errors import OutOfMemoryError
 from infinity.observe.timeline import LANES
 from infinity.sim.gpt2 import GPT2, GPT2Config
-from infinity.sizes import parse_size, show_bytes
+from infinity.sizes import show_bytes
 from support.advice import followed
 from support.commands import refused, run
 
@@ -54,10 +54,11 @@ def test_the_json_has_bytes_of_each_kind_and_seconds_of_each_lane(rates: Path) -
     assert (found["fits"], found["limits"]) == (True, [])
     assert set(found["tiers"]) == {"device", "host", "nvme"}
     for kinds in found["tiers"].values():
-        assert set(kinds) == {"params", "gradients", "optimizer", "activations", "buffers"}
+        assert set(kinds) == {"params", "gradients", "optimizer", "activations", "buffers", "processes"}
         assert all(isinstance(nbytes, int) for nbytes in kinds.values())
     host = found["tiers"]["host"]
-    assert found["peak_host_bytes"] == 200_000_000 + host["buffers"] + host["activations"]
+    assert host["processes"] == 200_000_000
+    assert found["peak_host_bytes"] == sum(host.values())
     assert found["peak_device_bytes"] == 0
     parameters = GPT2Config(256, 32, 4, 64, 4).num_parameters
     assert parameters * 2 <= found["tiers"]["nvme"]["params"] <= parameters * 3
@@ -68,16 +69,25 @@ def test_the_json_has_bytes_of_each_kind_and_seconds_of_each_lane(rates: Path) -
     assert step["nvme_bytes_read"] > 0 and step["nvme_bytes_written"] > 0
 
 
-def test_a_peak_that_freed_blocks_may_exceed_names_the_setting_of_glibc(rates: Path) -> None:
-    """Predictions were up to 22 % low, so a quarter of the peak has to be left."""
-    peak = planned(*SHAPE, *MEMORY, "--bandwidths", rates)["peak_host_bytes"]
-    for share, said in ((1.2, True), (1.3, False)):
-        shown = run("plan", *SHAPE, "--host-memory", int(share * peak), "--nvme", "8GiB", "--bandwidths", rates).stdout
-        assert "It fits." in shown and ("MALLOC_MMAP_THRESHOLD_=1048576" in shown.replace("\n", " ")) == said
+def test_a_fit_with_little_to_spare_is_none_for_sure(rates: Path) -> None:
+    """Measured peaks were up to 3.3 % higher. Where freed blocks may not fit, a run is slower."""
+    low = rates.with_name("low.json")
+    low.write_text(json.dumps(RATES | {"baseline_rss": 1_000_000}))
+    options = (*SHAPE[:-2], "--batch-size", "64", "--nvme", "8GiB", "--bandwidths", low)
+    found = planned(*options, "--host-memory", "8GiB")
+    peak, activations = found["peak_host_bytes"], found["tiers"]["host"]["activations"]
+    for host, verdict, is_slower in (
+        (int(1.04 * peak), "It may not fit: ", True),
+        (int(1.06 * peak), "It fits.", True),
+        (peak + min(2 * activations, peak // 2) + 1, "It fits.", False),
+    ):
+        shown = " ".join(run("plan", *options, "--host-memory", host).stdout.split())
+        assert verdict in shown and ("returns them to the system at once" in shown) == is_slower
 
 
-def test_advice_leaves_the_reserve_that_predictions_need(rates: Path, tmp_path: Path) -> None:
-    """Where smaller buffers can, so that a run with the advice is not killed by freed blocks."""
+@pytest.mark.parametrize("share", [0.9, 1.02])
+def test_advice_leaves_the_reserve_that_predictions_need(share: float, rates: Path, tmp_path: Path) -> None:
+    """Where smaller buffers can, also for a plan that fits without the reserve."""
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
     content: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero}
@@ -87,11 +97,11 @@ def test_advice_leaves_the_reserve_that_predictions_need(rates: Path, tmp_path: 
     low.write_text(json.dumps(RATES | {"baseline_rss": 1_000_000}))
     options = (*SHAPE[:-2], "--nvme", "8GiB", "--config", file, "--bandwidths", low)
     peak = planned(*options, "--host-memory", "8GiB")["peak_host_bytes"]
-    host = int(0.9 * peak)
-    (advice,) = planned(*options, "--host-memory", host, code=1)["advice"]
+    host = int(share * peak)
+    advice = planned(*options, "--host-memory", host, code=int(share < 1))["advice"][0]
     file.write_text(json.dumps(followed(content, advice, tmp_path)))
     after = planned(*options, "--host-memory", host)
-    assert after["fits"] and 1.25 * after["peak_host_bytes"] <= host < peak
+    assert after["fits"] and 1.05 * after["peak_host_bytes"] <= host
 
 
 def test_states_that_auto_keeps_are_no_more_than_there_are(rates: Path) -> None:
@@ -102,12 +112,20 @@ def test_states_that_auto_keeps_are_no_more_than_there_are(rates: Path) -> None:
     assert any(f"keeps up to {show_bytes(nbytes)} of states" in line for line in found["advice"])
 
 
-def test_a_fit_that_the_processes_own_memory_exceeds_is_none(rates: Path) -> None:
-    """Without bandwidths that memory is not in the table; here it is at least that of this process."""
-    peak = planned(*SHAPE, *MEMORY)["peak_host_bytes"]
-    for more, verdict in (("100MB", "It may not fit: 100 MB"), ("900MB", "It fits: 900 MB"), ("2GB", "It fits.")):
-        host = peak + parse_size(more)
-        assert verdict in run("plan", *SHAPE, "--host-memory", host, "--nvme", "8GiB").stdout
+@pytest.mark.parametrize(
+    ("options", "nbytes"),
+    [
+        ((), 270_000_000),
+        (("--checkpoint-activations",), 360_000_000),
+        (("--gpus", "2", "--device-memory", "8GiB"), 2_720_000_000),
+    ],
+)
+def test_memory_of_processes_is_assumed_if_nobody_measured_it(options: tuple[str, ...], nbytes: int) -> None:
+    found = planned(*SHAPE, *MEMORY, *options)
+    assert found["tiers"]["host"]["processes"] == nbytes
+    assert found["peak_host_bytes"] == sum(found["tiers"]["host"].values())
+    assert f"{show_bytes(nbytes)} are assumed" in " ".join(run("plan", *SHAPE, *MEMORY, *options).stdout.split())
+    refused(1, "one layer exceeds host memory", "plan", *SHAPE[2:], *options, "--max-model", "--host-memory", nbytes)
 
 
 @pytest.mark.parametrize(("load", "said"), [(10_000.0, True), (0.0, False)])
@@ -131,7 +149,7 @@ def test_this_machine_times_the_operations_of_the_model(rates: Path) -> None:
 
 def test_bytes_are_those_of_a_node() -> None:
     one, eight = (
-        planned(*SHAPE[:-1], batch, *MEMORY, "--gpus", gpus, "--device-memory", "1GiB")
+        planned(*SHAPE[:-1], batch, *MEMORY, "--gpus", gpus, "--device-memory", "1GiB", "--host-memory", "16GiB")
         for batch, gpus in (("2", 1), ("16", 8))
     )
     assert one["step"] is None
@@ -382,33 +400,82 @@ def test_activations_on_nvme_are_listed_there_and_counted_in_the_bytes_of_a_day(
     assert lacking["limits"] == ["nvme"]
 
 
-@pytest.mark.parametrize("host", ["300MB", "100MB"])
-def test_activations_that_do_not_fit_name_the_key_that_moves_them(host: str, tmp_path: Path) -> None:
-    """With the bytes that it frees, if these are enough."""
+@pytest.mark.parametrize(
+    ("spared", "options", "change"),
+    [
+        (0.3, (), "checkpoint activations (torch.utils.checkpoint around each block"),
+        (0.3, ("--checkpoint-activations",), "small: use a micro-batch of 32 with"),
+        (0.9, (), "and use a micro-batch of "),
+        (0.9, ("--checkpoint-activations",), "use a micro-batch of "),
+    ],
+)
+def test_advice_on_activations_fits(
+    spared: float, options: tuple[str, ...], change: str, rates: Path, tmp_path: Path
+) -> None:
+    """Recomputation comes first, then activations on nvme, then a smaller micro-batch. What is advised is planned."""
     file = tmp_path / "engine.json"
-    found = []
-    for device in ("none", "nvme"):
-        section = {"device": device, "nvme_path": str(tmp_path), "memory_bytes": "8MiB"}
-        file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 512, "infinity": {"activations": section}}))
-        options = (*SHAPE[:-2], "--host-memory", host, "--nvme", "8GiB", "--config", file)
-        found.append(planned(*options, code=1 if device == "none" or host == "100MB" else 0))
-    before, after = found
-    (line,) = before["advice"]
-    assert line.startswith("host memory is ")
-    freed = before["peak_host_bytes"] - after["peak_host_bytes"]
-    if after["limits"]:
-        assert "checkpoint activations (torch" in line and line.endswith(
-            "use a smaller micro-batch or shorter sequences"
-        )
-    else:
-        assert line.endswith(f'set infinity.activations.device to "nvme", which frees {show_bytes(freed)}')
-    assert not any("infinity.activations.device" in line for line in after["advice"])
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme}
+    section = {"nvme_path": str(tmp_path), "min_bytes": 512, "memory_bytes": "256KiB"}
+    content: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 64,
+        "zero_optimization": zero,
+        "infinity": {"activations": section},
+    }
+    file.write_text(json.dumps(content))
+    shape = (*SHAPE[:-2], "--nvme", "8GiB", "--config", file, "--bandwidths", rates)
+    rates.write_text(json.dumps(RATES | {"baseline_rss": 1_000_000}))
+    before = planned(*shape, *options, "--host-memory", "8GiB")
+    host = int(before["peak_host_bytes"] - spared * before["tiers"]["host"]["activations"])
+    (line,) = planned(*shape, *options, "--host-memory", host, code=1)["advice"]
+    assert line.startswith("host memory is ") and change in line
+    file.write_text(json.dumps(followed(content, line, tmp_path)))
+    if "checkpoint activations" in line:
+        options = ("--checkpoint-activations",)
+    assert planned(*shape, *options, "--host-memory", host)["fits"]
 
 
-def test_moving_activations_is_not_advised_where_it_frees_nothing() -> None:
-    options = (*SHAPE[:-2], "--batch-size", "4096", "--host-memory", "64MiB", "--nvme", "8GiB")
-    line = planned(*options, "--checkpoint-activations", code=1)["advice"][0]
-    assert line.endswith(": use a smaller micro-batch or shorter sequences")
+NO_LIST = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        for index in range(40):
+            setattr(self, f"layer{index}", torch.nn.Linear(256, 256))
+
+    def forward(self, x):
+        for index in range(40):
+            x = torch.sigmoid(getattr(self, f"layer{index}")(x))
+        return x.mean()
+
+def build():
+    return Net(), lambda batch: (torch.zeros(batch, 256),)
+"""
+
+
+def test_blocks_that_nobody_names_are_not_to_be_checkpointed(rates: Path, tmp_path: Path) -> None:
+    """Activations on nvme are advised instead."""
+    (tmp_path / "net.py").write_text(NO_LIST)
+    file = tmp_path / "engine.json"
+    section = {"nvme_path": str(tmp_path), "min_bytes": 512, "memory_bytes": "256KiB"}
+    content = {"train_micro_batch_size_per_gpu": 4096, "infinity": {"activations": section}}
+    file.write_text(json.dumps(content))
+    rates.write_text(json.dumps(RATES | {"baseline_rss": 1_000_000}))
+    options = ("--module", f"{tmp_path / 'net.py'}:build", "--nvme", "8GiB", "--config", file, "--bandwidths", rates)
+    before = planned(*options, "--host-memory", "8GiB")
+    host = int(before["peak_host_bytes"] - 0.3 * before["tiers"]["host"]["activations"])
+    (line,) = planned(*options, "--host-memory", host, code=1)["advice"]
+    file.write_text(json.dumps(followed(content, line, tmp_path)))
+    after = planned(*options, "--host-memory", host)
+    freed = show_bytes(before["peak_host_bytes"] - after["peak_host_bytes"])
+    assert after["fits"] and line.endswith(f': set infinity.activations.device to "nvme", which frees {freed}')
+
+
+def test_a_model_that_no_change_fits_has_the_least_bytes() -> None:
+    options = (*SHAPE[:-2], "--batch-size", "64", "--host-memory", "64MiB", "--nvme", "8GiB")
+    (line,) = planned(*options, code=1)["advice"]
+    assert "use a smaller model or more nodes: it still needs 2" in line and "a micro-batch of 1 with" in line
 
 
 def test_train_batch_reads_parameters_once_for_all_micro_batches(rates: Path, tmp_path: Path) -> None:
@@ -536,7 +603,7 @@ def test_the_largest_model_counts_activations_in_their_tier(tmp_path: Path) -> N
     for activations, nvme in (({}, "8GiB"), (section, "8GiB"), (section, "64MiB")):
         config = {"train_micro_batch_size_per_gpu": 16, "infinity": {"activations": activations}}
         file.write_text(json.dumps(config))
-        options = ("--host-memory", "256MiB", "--nvme", nvme, "--config", file, "--max-model")
+        options = ("--host-memory", "520MiB", "--nvme", nvme, "--config", file, "--max-model")
         most.append(planned("--hidden-size", "256", *SHAPE[4:-2], *options)["num_layers"])
 
     in_memory, on_nvme, on_little = most

@@ -18,7 +18,7 @@ from support.configs import engine_config
 
 LINKS = Links(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, {"float32": 1e12}, 0)
 SHAPE = GPT2Config(vocab_size=96, seq_length=16, num_layers=7, hidden_size=64, num_attention_heads=4)
-HOST = Machine(1 << 30, 1 << 30, processors=1)
+HOST = Machine(8 << 30, 1 << 30, processors=1)
 MACHINES = [HOST, replace(HOST, gpus=2, device_memory=1 << 30)]
 
 
@@ -30,7 +30,9 @@ def test_bytes_without_bandwidths_are_those_of_a_simulated_step(
 ) -> None:
     shape = replace(SHAPE, checkpoint_activations=checkpoints, tie_word_embeddings=tile_bytes is None)
     config = engine_config(folder=tmp_path, debug=False, clip=1.0)
-    simulated, counted = (predict(lambda: gpt2(shape, tile_bytes), config, machine, links) for links in (LINKS, None))
+    counted = predict(lambda: gpt2(shape, tile_bytes), config, machine, None)
+    links = replace(LINKS, baseline_rss=planner.assumed_rss(gpt2(shape), machine))
+    simulated = predict(lambda: gpt2(shape, tile_bytes), config, machine, links)
     assert simulated.simulation is not None and counted.simulation is None
     assert counted.needs == simulated.needs
     assert counted.plan == simulated.plan

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 VALUE = re.compile(r'(?:set|and|,) infinity\.((?:\w+\.)*\w+) to ("[^"]*"|\d+(?:\.\d+)?)')
+MICRO = re.compile(r"use a micro-batch of (\d+) with gradient_accumulation_steps (\d+)")
 DEVICE = re.compile(r"give ([\w, ]+?) the device (\w+) \(zero_optimization\)")
 
 
@@ -19,10 +20,12 @@ def followed(content: dict[str, Any], advice: str, folder: Path) -> dict[str, An
     for sections, device in DEVICE.findall(advice):
         for section in sections.split(" and "):
             changed["zero_optimization"][section] = {"device": device, "nvme_path": str(folder)}
+    for micro, accumulation in MICRO.findall(advice):
+        changed |= {"train_micro_batch_size_per_gpu": int(micro), "gradient_accumulation_steps": int(accumulation)}
     for key, value in VALUE.findall(advice):
         *path, last = key.split(".")
         section = changed.setdefault("infinity", {})
         for name in path:
-            section = section[name]
+            section = section.setdefault(name, {})
         section[last] = json.loads(value)
     return changed

@@ -16,7 +16,7 @@ from infinity.optim.moments import convert_moment, fp32_moment, rounding_key
 from infinity.optim.parameter_rule import ParameterRule
 from infinity.plan.windows import RecordsFormat
 from infinity.rules import RULES
-from infinity.tiers.memory import return_freed_memory
+from infinity.tiers.freed import return_freed_memory
 from infinity.units.states import RECORDS, Flats, flat_tensor, view
 from infinity.units.stored import inner
 from infinity.units.unit import Unit

@@ -1,0 +1,102 @@
+"""Changes that leave fewer activations, each simulated: recomputation, activations on nvme, smaller micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from infinity.errors import InfinityError
+from infinity.plan.plan import Plan
+from infinity.sim.gpt2 import PlannedModel
+from infinity.sim.machine import Machine
+from infinity.sim.needs import Fewer, Needs
+from infinity.sizes import show_bytes
+from infinity.tier_kind import TierKind
+
+if TYPE_CHECKING:
+    from infinity.config import Config
+
+_CHECKPOINT = "checkpoint activations (torch.utils.checkpoint around each block, or a Trainer's gradient_checkpointing)"
+_LEAST_SHARE = 0.02
+"""Share of a peak that a change frees at least: less may be an error of the simulation."""
+
+Predicted = Callable[[PlannedModel, "Config"], tuple[Plan, Needs]]
+
+
+def fewer_activations(
+    make: Callable[[], PlannedModel],
+    config: Config,
+    machine: Machine,
+    needs: Needs,
+    predicted: Predicted,
+    tier: TierKind,
+) -> Iterator[Fewer]:
+    """Yield changes that free memory in `tier`, the best first; a smaller micro-batch only if it may suffice.
+
+    needs: without a change.
+    """
+
+    def tried(make: Callable[[], PlannedModel], config: Config, change: str) -> Iterator[Fewer]:
+        try:
+            plan, after = predicted(make(), config)
+        except InfinityError:
+            return  # as of a model that cannot recompute its blocks
+        if needs.peak[tier] - after.peak[tier] >= _LEAST_SHARE * needs.peak[tier]:
+            yield Fewer(change, after, plan, config)
+
+    before, done = needs, ""
+    if (again := recomputed(make())) is not None:
+        for fewer in tried(lambda: again, config, _CHECKPOINT):
+            yield fewer
+            before, done = fewer.needs, f"{fewer.change}, and "
+    section = config.infinity.activations
+    if section.device == "none" and machine.nvme:
+        section = section.model_copy(update={"device": "nvme", "nvme_path": section.nvme_path or (Path(),)})
+        moved = config.model_copy(update={"infinity": config.infinity.model_copy(update={"activations": section})})
+        for fewer in tried(make, moved, 'set infinity.activations.device to "nvme"'):
+            freed = show_bytes(needs.peak[tier] - fewer.needs.peak[tier])
+            yield replace(fewer, change=f"{fewer.change}, which frees {freed}")
+    remade = make if not done else lambda: recomputed(make()) or make()
+    for change, smaller in _smaller(config, machine, before, tier):
+        yield from tried(remade, smaller, done + change)
+
+
+def recomputed(model: PlannedModel) -> PlannedModel | None:
+    """Return `model` with a checkpoint around each block of its module lists; None if it has none, or recomputes them.
+
+    Changes the model's modules.
+    """
+    if model.checkpointed:
+        return None
+    lists = [module for module in model.module.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    inner = {id(child) for module in lists for block in module for child in block.modules() if child is not block}
+    blocks = [block for module in lists for block in module if id(block) not in inner and [*block.parameters()]]
+    if not blocks:
+        return None
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    with_blocks = model.with_blocks
+    deeper = None if with_blocks is None else lambda count: recomputed(with_blocks(count)) or with_blocks(count)
+    return replace(model, checkpointed=True, with_blocks=deeper)
+
+
+def _smaller(config: Config, machine: Machine, needs: Needs, tier: TierKind) -> Iterator[tuple[str, Config]]:
+    """Yield (change, config) of micro-batches that may fit beside smaller buffers, the largest first, with as many
+    samples a step.
+    """
+    batch = config.resolve_batch(machine.ranks)
+    held = needs.tiers[tier]
+    room = needs.available[tier] - needs.peak[tier] + held["activations"] + held["buffers"]
+    for micro in sorted((size for size in range(1, batch.micro) if batch.micro % size == 0), reverse=True):
+        if held["activations"] * micro > room * batch.micro and micro > 1:
+            continue
+        accumulation = batch.accumulation * batch.micro // micro
+        sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
+        change = f"use a micro-batch of {micro} with gradient_accumulation_steps {accumulation}"
+        yield change, config.model_copy(update=sizes)
