@@ -74,9 +74,9 @@ class Infinity(Section):
     """Tier of the tensors that autograd saves."""
 
     unit_size: SizeOrAuto = "auto"
-    """Largest part of the model, in bytes of parameters, that becomes one unit. Repeated blocks are units of their own.
-    Layers below a 64th of it join the unit of their parent. `auto`: 64MiB, or more on a device with memory of its own
-    or with `memory.device`: the size of the largest repeated block, up to a 16th of that memory."""
+    """Largest part of the model, in bytes of parameters, that becomes one unit. Children of a `ModuleList` are units of
+    their own. Layers below a 64th of it join the unit of their parent. `auto`: 64MiB, or more on a device with memory
+    of its own or with `memory.device`: the size of the largest child of a `ModuleList`, up to a 16th of that memory."""
 
     prefetch_bytes: SizeOrZeroOrAuto = "auto"
     """Bytes of parameters fetched ahead of their use; 0: no prefetching. `auto`: the next four units, or as many as a

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from infinity.optim.parameter_rule import ParameterRule
 from infinity.plan.budget import Budget
 from infinity.plan.plan import Plan, make_plan
 from infinity.plan.policy import DeviceInfo, RankInfo, compute_dtype, frozen_format, speculates
-from infinity.plan.remedy import Replan, remedy
+from infinity.plan.remedy import Replan, fitting, needed, remedy
 from infinity.plan.shortage import Shortage, shortage
 from infinity.sizes import show_bytes
 from infinity.tier_kind import TierKind
@@ -39,6 +40,8 @@ _RESERVE = 1 << 30
 _PROCESS = 32 << 20
 """Bytes of host memory that a process takes beside the plan until its second step, without activations: threads,
 libraries that forward and backward load, Python's objects. 25 MB were measured with a small GPT-2 and torch 2.13."""
+_SLACK = 4 << 20
+"""Bytes by which a limit is to be raised beyond what is missing."""
 _UNLIMITED = (1 << 63) - 1
 """Stands for no limit where ranks take the smallest one."""
 
@@ -107,7 +110,7 @@ def check_memory(
     replan: Replan,
     available: Mapping[TierKind, int],
     model: nn.Module | None = None,
-    limit: str = "",
+    limit: tuple[str, int] = ("", 0),
 ) -> None:
     """Raise OutOfMemoryError, with a change that suffices, if the plan exceeds a limit or the memory that is available.
 
@@ -117,31 +120,49 @@ def check_memory(
     """
     beside = {TierKind.HOST: _PROCESS}
 
-    def lacks(plan: Plan) -> Shortage | None:
-        return shortage(plan, {tier: nbytes - beside.get(tier, 0) for tier, nbytes in available.items()})
+    def lacks(plan: Plan, freed: int = 0) -> Shortage | None:
+        more = {TierKind.HOST: freed - _PROCESS}
+        return shortage(plan, {tier: nbytes + more.get(tier, 0) for tier, nbytes in available.items()})
 
     short = lacks(plan)
-    if short is not None:
-        more = 0 if short.key else beside.get(short.tier, 0)
-        fix = remedy(config, plan, budget, short, replan, lacks, more)
-        if model is not None and short.tier.in_host_memory and not short.key:
-            fix = _construction(config, short, host_bytes(model)) + fix
-        if short.tier.in_host_memory and plan.device.host_addressable and not short.key:
-            fix += f". {show_bytes(more)} of the needed bytes are for the process; activations take memory in addition"
-        name = f"{short.name} ({limit})" if more and limit else short.name
-        raise OutOfMemoryError(name, short.needed + more, short.available + more, fix)
+    if short is None:
+        return
+    of_host = short.tier.in_host_memory and not short.key
+    more = beside.get(short.tier, 0) if not short.key else 0
+    fix = remedy(config, plan, budget, short, replan, lacks, more)
+    if model is not None and of_host:
+        model_bytes = host_bytes(model)
+        if short.needed <= short.available + model_bytes:
+            fix = f"{_construction(config, short.needed - short.available, model_bytes)}, or {fix}"
+        elif fitting(config, plan, budget, short, replan, lacks) is None:
+            without = partial(lacks, freed=model_bytes)
+            change = fitting(
+                config, plan, budget, short._replace(available=short.available + model_bytes), replan, without
+            )
+            if change is not None:
+                still = needed(change.plan, short.tier) - short.available
+                fix = f"{_construction(config, still, model_bytes)}, and {change}"
+    if of_host and plan.device.host_addressable:
+        fix += f". {show_bytes(more)} of the needed bytes are for the process; activations take memory in addition"
+    name, beyond = limit if of_host else ("", 0)
+    if name:
+        # Another process differs by some pages, and by blocks that glibc has kept.
+        missing = short.needed - short.available + beyond + _SLACK
+        exceeds = f", which this process exceeds by {show_bytes(beyond)}" if beyond else ""
+        fix += f". Without these changes, raise {name} by {-(-missing >> 10):,} KiB{exceeds}"
+    where = f"{short.name} ({name})" if name else short.name
+    raise OutOfMemoryError(where, short.needed + more, short.available + more, fix)
 
 
-def _construction(config: Config, short: Shortage, model_bytes: int) -> str:
-    """Return the change that leaves the model's own bytes free, if these suffice; else an empty text."""
-    if short.needed > short.available + model_bytes:
-        return ""
+def _construction(config: Config, missing: int, model_bytes: int) -> str:
+    """Return the change of the model's construction that leaves its own bytes free.
+
+    missing: bytes that it has to free.
+    """
     in_init = model_bytes - bytes_in_memory(config) if config.zero_optimization.nvme_paths else 0
-    where = (
-        "on the meta device or in infinity.Init" if short.needed <= short.available + in_init else "on the meta device"
-    )
+    where = "on the meta device or in infinity.Init" if missing <= in_init else "on the meta device"
     free = f"leaves the {show_bytes(model_bytes)} of its parameters free"
-    return f"construct the model {where}, which {free} (docs/large_models.md), or "
+    return f"construct the model {where}, which {free} (docs/large_models.md)"
 
 
 def host_bytes(model: nn.Module) -> int:

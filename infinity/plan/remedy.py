@@ -71,6 +71,12 @@ def remedy(
     return f"{raised}use a smaller model or more ranks: the smallest buffers need {least}{process}{_largest(plan)}"
 
 
+def fitting(config: Config, plan: Plan, budget: Budget, short: Shortage, replan: Replan, lacks: Lacks) -> Trial | None:
+    """Return the first change with which the plan fits; None if none does. Arguments: as of `remedy`."""
+    found = trials(config, plan, budget, short, replan, lacks)
+    return next((trial for trial in found if lacks(trial.plan) is None), None)
+
+
 def _raised(plan: Plan, short: Shortage) -> str:
     """Return the key of a limit, with a value with which the plan fits if one is known."""
     if short.tier.on_device:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity.errors import InfinityError
 from infinity.plan.plan import Plan
 from infinity.sim.gpt2 import PlannedModel
 from infinity.sim.machine import Machine
@@ -45,8 +44,8 @@ def fewer_activations(
     def tried(make: Callable[[], PlannedModel], config: Config, change: str) -> Iterator[Fewer]:
         try:
             plan, after = predicted(make(), config)
-        except InfinityError:
-            return  # as of a model that cannot recompute its blocks
+        except Exception:  # noqa: BLE001 - of a user's block that cannot be recomputed: this change is not advised
+            return
         if needs.peak[tier] - after.peak[tier] >= _LEAST_SHARE * needs.peak[tier]:
             yield Fewer(change, after, plan, config)
 

@@ -25,26 +25,31 @@ def available_memory(root: str | Path = "/") -> int:
     psutil reports the machine only; a container that exceeds its control group's limit is killed without a message.
     Raises ConfigError if `INFINITY_MACHINE_MEMORY` is not a size.
     """
-    return _least(root)[0]
+    return max(0, _least(root)[0])
 
 
-def memory_limit(root: str | Path = "/") -> str:
-    """Return the name of the limit that bounds `available_memory`, such as "ulimit -d"; empty: the machine's memory."""
-    return _least(root)[1]
+def memory_limit(root: str | Path = "/") -> tuple[str, int]:
+    """Return the name of the limit that bounds `available_memory`, such as "ulimit -d", and the bytes by which this
+    process exceeds it. An empty name: the machine's memory.
+    """
+    left, name = _least(root)
+    return name, max(0, -left)
 
 
 def _least(root: str | Path) -> tuple[int, str]:
-    """Return (the bytes that the tightest limit leaves, its name)."""
+    """Return (the bytes that the tightest limit leaves, its name). Negative: the process exceeds it."""
     groups = ((left, "the container's limit") for left in _left_by_limits(Path(root)))
-    found = [(_left_by_machine(), ""), *groups, *_left_by_ulimits(Path(root))]
+    ulimits = ((limit - used, name) for limit, used, name in _ulimits(Path(root)))
+    found = [(_left_by_machine(), ""), *groups, *ulimits]
     return min(found, key=lambda each: each[0])
 
 
 def total_memory(root: str | Path = "/") -> int:
-    """Return the bytes of the machine, or of the smallest limit on this process's control groups."""
-    # Limits nest, and the smallest one holds.
+    """Return the bytes of the machine, or of the smallest limit on this process: of a control group or `ulimit -d`."""
+    # Limits nest, and the smallest one holds. `ulimit -v` counts addresses, most of which take no memory.
     limits = (_number(folder / limit_name) for folder, limit_name, _ in _groups(Path(root)))
-    return min([int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None)])
+    private = (limit for limit, _, name in _ulimits(Path(root)) if name == "ulimit -d")
+    return min([int(psutil.virtual_memory().total), *(limit for limit in limits if limit is not None), *private])
 
 
 MACHINE_MEMORY = "INFINITY_MACHINE_MEMORY"
@@ -69,7 +74,7 @@ def _left_by_limits(root: Path) -> Iterator[int]:
         limit, usage = _number(folder / limit_name), _number(folder / usage_name)
         # Each ancestor's limit holds, too, so all groups are read and the least is taken.
         if limit is not None and usage is not None:
-            yield max(0, limit - usage + _cache(folder / "memory.stat", root))
+            yield limit - usage + _cache(folder / "memory.stat", root)
 
 
 _ARENA = 64 << 20
@@ -80,8 +85,8 @@ _THREADS = 8
 """Threads of a process that trains, beside those that share the work of an operator."""
 
 
-def _left_by_ulimits(root: Path) -> Iterator[tuple[int, str]]:
-    """Yield (bytes left, name) of `ulimit -v` and `-d`, without the stacks of threads that training will start.
+def _ulimits(root: Path) -> Iterator[tuple[int, int, str]]:
+    """Yield (bytes without the stacks of threads that training will start, bytes in use, name) of `ulimit -v` and `-d`.
 
     Both count a stack when its thread starts; the memory of a machine or a container, as it is used.
     """
@@ -98,7 +103,7 @@ def _left_by_ulimits(root: Path) -> Iterator[tuple[int, str]]:
     for limit, field, nbytes, name in kinds:
         if limit != resource.RLIM_INFINITY:
             used = int(status[field].removesuffix("kB")) << 10
-            yield max(0, limit - used - max(0, threads) * nbytes), name
+            yield limit - max(0, threads) * nbytes, used, name
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, str, str]]:

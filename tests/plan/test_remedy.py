@@ -143,6 +143,27 @@ def test_values_in_a_file_of_init_take_no_memory(tmp_path: Path) -> None:
     assert host_bytes(model) <= 4 * 4096 < sum(param.nbytes for param in model.parameters())
 
 
+def test_a_model_and_buffers_that_both_have_to_shrink_are_named_together(tmp_path: Path) -> None:
+    """The smallest buffers do not fit beside the model, and do without it. The limit is to be raised by what is missing
+    and what the process exceeds it by.
+    """
+    content = content_of(tmp_path, bf16=True, tile_size=8192)
+    config, found = planned(content, CpuDevice())
+    model = seeded(Stack)
+    tiny = planned(smallest(content, tmp_path), CpuDevice())[1].plan.peak_of_host()
+    beside = PROCESS + tiny - 1
+    with pytest.raises(OutOfMemoryError) as raised:
+        available = {TierKind.HOST: beside}
+        check_memory(config, found.plan, found.budget, found.replan, available, model, ("ulimit -d", 5 << 20))
+    hint = raised.value.hint
+    assert "construct the model on the meta device" in hint and ", and set infinity." in hint
+    assert "use a smaller model" not in hint
+    missing = found.plan.peak_of_host() + PROCESS - beside + (5 << 20) + (4 << 20)
+    assert f"raise ulimit -d by {-(-missing >> 10):,} KiB, which this process exceeds by 5.24 MB" in hint
+    changed = followed(content, hint, tmp_path)
+    assert advice_of(changed, CpuDevice(), {TierKind.HOST: beside + host_bytes(model)}) is None
+
+
 LIMITED = """
 import os, resource, sys
 from contextlib import nullcontext

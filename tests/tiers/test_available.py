@@ -105,7 +105,7 @@ def test_a_ulimit(limit: int, left: int, of_a_thread: int, tmp_path: Path) -> No
             )
             group(tmp_path / "proc/self", {"status": status})
             assert available_memory(tmp_path) == expected
-            assert memory_limit(tmp_path) == ("ulimit -v" if limit == resource.RLIMIT_AS else "ulimit -d")
+            assert memory_limit(tmp_path) == ("ulimit -v" if limit == resource.RLIMIT_AS else "ulimit -d", 0)
     finally:
         resource.setrlimit(limit, before)
         resource.setrlimit(resource.RLIMIT_STACK, stack)
@@ -115,7 +115,7 @@ def test_a_group_whose_path_is_the_hosts(tmp_path: Path) -> None:
     """In a container the group's own files are at the top of what is mounted."""
     group(tmp_path / "proc/self", {"cgroup": "0::/docker/0123\n"})
     group(tmp_path / "sys/fs/cgroup", {"memory.max": "4096\n", "memory.current": "8192\n"})
-    assert available_memory(tmp_path) == 0
+    assert available_memory(tmp_path) == 0 and memory_limit(tmp_path) == ("the container's limit", 4096)
 
 
 @pytest.mark.parametrize(
