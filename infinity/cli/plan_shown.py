@@ -43,8 +43,9 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     yield from notes
     if needs.returns_freed:
         yield (
-            f"{show_bytes(needs.spare(TierKind.HOST))} of host memory are left, which freed blocks may exceed. The "
-            "engine then returns them to the system at once, which lengthened steps by 19 to 34 %"
+            f"{show_bytes(needs.spare(TierKind.HOST))} of host memory are left, and blocks that the C library keeps "
+            "after they are freed may take more. The engine returns these to the system at once, and steps take "
+            "longer: 18 % were measured"
         )
     for tier in TierKind:
         if passing := needs.passing[tier]:
@@ -68,8 +69,9 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
         yield from _moved(found, seen)
     else:
         yield (
-            f"processes: {show_bytes(needs.tiers[TierKind.HOST]['processes'])} are assumed for Python and libraries, "
-            "and the step time is not known: measure both with infinity bench-links, and pass --bandwidths"
+            f"processes: {show_bytes(needs.tiers[TierKind.HOST]['processes'])} are assumed for Python and torch, and "
+            "more for other libraries; the step time is not known. Measure both with infinity bench-links, and pass "
+            "--bandwidths"
         )
     for line in found.advice:
         yield f"advice: {line}"

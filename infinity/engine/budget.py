@@ -143,7 +143,8 @@ def check_memory(
                 still = needed(change.plan, short.tier) - short.available
                 fix = f"{_construction(config, still, model_bytes)}, and {change}"
     if of_host and plan.device.host_addressable:
-        fix += f". {show_bytes(more)} of the needed bytes are for the process; activations take memory in addition"
+        process = f"{show_bytes(more)} of the needed bytes are for the process"
+        fix += f". {process}. Activations take memory in addition, which infinity plan predicts"
     name, beyond = limit if of_host else ("", 0)
     if name:
         # Another process differs by some pages, and by blocks that glibc has kept.

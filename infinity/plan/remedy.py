@@ -225,8 +225,10 @@ def _budget(trial: Trial, short: Shortage) -> tuple[str, Budget] | None:
         if plan.ranks.size == 1:
             value = f"set infinity.memory.host to {short.available}"
         return value, replace(budget, host=short.available)
-    key = "set infinity.memory.host_params to 0, or lower it (DeepSpeed's offload_param.max_in_cpu)"
-    return key, replace(budget, params=0)
+    key = "infinity.memory.host_params"
+    mapped = (phrase.partition(" → ") for phrase in trial.config.notes.mapped)
+    written = next((source.split(":")[0].split(" ")[0] for source, _, target in mapped if target.startswith(key)), key)
+    return f"set {written} to 0", replace(budget, params=0)
 
 
 def _keys(plan: Plan) -> Iterator[str]:

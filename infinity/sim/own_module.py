@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity.errors import ConfigError
 from infinity.nn import tile
-from infinity.sim.gpt2 import PlannedModel, language_model
+from infinity.sim.gpt2 import WITH_COMPILER, PlannedModel, language_model
 
 _FORM = "--module takes FILE.py:FUNCTION"
 _NAME = "_infinity_planned"
@@ -68,7 +69,10 @@ def of_file(
         found = _called(f"--module {spec}: inputs({batch})", inputs, batch)
         return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
-    return PlannedModel(title, module.train(), arguments, 1)
+    # torch.utils.checkpoint imports torch's compiler when it is called.
+    found = PlannedModel(title, module.train(), arguments, 1)
+    checkpoints = "utils.checkpoint" in Path(file).read_text(errors="replace")
+    return replace(found, process=WITH_COMPILER) if checkpoints else found
 
 
 def check_forward(model: PlannedModel, option: str) -> None:

@@ -26,7 +26,7 @@ from infinity.plan.shortage import Shortage, exceeded
 from infinity.sim.advice import Wear, drafts, faster, longer, split_updates, wear_of, whole_step
 from infinity.sim.device import DeviceFacts, Times
 from infinity.sim.fewer import fewer_activations
-from infinity.sim.gpt2 import PlannedModel
+from infinity.sim.gpt2 import WITH_COMPILER, PlannedModel
 from infinity.sim.machine import Links, Machine
 from infinity.sim.needs import Fewer, Needs, Savings, advice, needs_of
 from infinity.sim.ranks import Ranks
@@ -40,8 +40,6 @@ _MOST_SIMULATED = 32
 """Number of blocks above which activations are extrapolated in any case."""
 _UNKNOWN = Links(1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, dict.fromkeys(("float32", "bfloat16", "float16"), 1e12), 0)
 """Placeholder for bandwidths that were not measured; bytes do not depend on them."""
-_WITH_COMPILER = 360_000_000
-"""Resident bytes of a process with torch's compiler, which torch.utils.checkpoint imports: measured with torch 2.13."""
 _CUDA_PROCESS = 1_360_000_000
 """Host memory of a process that has used CUDA, as `infinity bench-links` measured it on an H200 (torch 2.11)."""
 
@@ -197,7 +195,7 @@ def assumed_rss(model: PlannedModel, machine: Machine) -> int:
     """Return the resident bytes of a process without its engine that are assumed if they were not measured."""
     if machine.gpus:
         return _CUDA_PROCESS
-    return max(model.process, _WITH_COMPILER) if model.checkpointed else model.process
+    return max(model.process, WITH_COMPILER) if model.checkpointed else model.process
 
 
 def _registered(model: PlannedModel) -> int:

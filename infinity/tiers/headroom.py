@@ -183,7 +183,7 @@ def warning(use: Use, left: int, grown: int, more: int | None, planned: Planned)
     return (
         f"host memory: {show_bytes(left)} are left before unit {use.unit}. The model has just taken {taken}. If memory "
         "runs out, the kernel kills the process (exit status 137), or under a ulimit an allocation fails. "
-        f"{remedies}."
+        f"{remedies}. infinity plan predicts what fits."
     )
 
 

@@ -165,6 +165,7 @@ def test_cuda_kernels_leave_table_and_samples(monkeypatch: pytest.MonkeyPatch, t
         ["collectives", "--ranks", "2", "--sizes", "0.25", "--rounds", "1"],
         ["zero", *TINY, "--rounds", "1", "--steps", "1", "--only", "ddp", "fsdp2", "infinity stage 3"],
         ["save", *TINY, "--rounds", "1", "--steps", "1"],
+        ["freed", *TINY, "--rounds", "1", "--steps", "2"],
         ["checksums", *TINY, "--rounds", "1", "--steps", "1"],
         ["optimizers", *TINY, "--rounds", "1", "--steps", "1"],
         ["drafts", *TINY, "--rounds", "1", "--steps", "1"],
