@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,11 @@ from infinity.comm.agreement.comparison import config_in_common
 from infinity.construction.init_context import bytes_in_memory, in_memory
 from infinity.errors import ConfigError, OutOfMemoryError
 from infinity.model.remote import is_remote
+from infinity.observe.log import logger
 from infinity.optim.parameter_rule import ParameterRule
 from infinity.plan.budget import Budget
+from infinity.plan.formats import StateFormat
+from infinity.plan.placement import State
 from infinity.plan.plan import Plan, make_plan
 from infinity.plan.policy import DeviceInfo, RankInfo, compute_dtype, frozen_format, speculates
 from infinity.plan.remedy import Replan, fitting, needed, remedy
@@ -117,6 +121,8 @@ def check_memory(
     plan: that of `config` and `budget`. A process takes `_PROCESS` bytes of host memory beside it. model: whose
     parameters have their memory already, beside the available bytes; None: they need none. limit: what bounds the
     host's memory (`memory_limit`).
+
+    Logs a warning if what is left is too little to save a checkpoint.
     """
     beside = {TierKind.HOST: _PROCESS}
 
@@ -126,6 +132,8 @@ def check_memory(
 
     short = lacks(plan)
     if short is None:
+        left = available[TierKind.HOST] - plan.peak_of_host() - _PROCESS
+        _warn_of_saving(plan, left + (0 if model is None else host_bytes(model)))
         return
     of_host = short.tier.in_host_memory and not short.key
     more = beside.get(short.tier, 0) if not short.key else 0
@@ -164,6 +172,42 @@ def _construction(config: Config, missing: int, model_bytes: int) -> str:
     where = "on the meta device or in infinity.Init" if missing <= in_init else "on the meta device"
     free = f"leaves the {show_bytes(model_bytes)} of its parameters free"
     return f"construct the model {where}, which {free} (docs/large_models.md)"
+
+
+def saving_nbytes(plan: Plan) -> tuple[int, str]:
+    """Return the bytes of host memory that saving a checkpoint takes beside the plan, and the unit that takes them.
+
+    A save reads all states of a unit. Beside a remainder, it makes fp32 masters and writes a copy of them.
+    """
+    stored = Counter[int]()
+    for (unit, state), extent in plan.placement.extents.items():
+        if state is not State.GRAD:
+            stored[unit] += extent.nbytes * plan.ranks.size
+    found = [(0, "")]
+    for layout in plan.units:
+        states = plan.policy.states(layout) if layout.trainable else None
+        split = isinstance(states, StateFormat) and any(kind.name == "remainder" for kind in states.states)
+        masters = 8 * layout.numel if split else 0
+        found.append((stored[layout.index] + masters, layout.name))
+    return max(found)
+
+
+def _warn_of_saving(plan: Plan, left: int) -> None:
+    """Log a warning if `left` bytes of host memory are too few to save a checkpoint, which copies of a durable run's
+    files do not need.
+    """
+    if plan.update is None or (plan.io is not None and plan.io.durable is not None):
+        return
+    needed, unit = saving_nbytes(plan)
+    if left < needed:
+        logger.warning(
+            "saving a checkpoint takes up to %s of host memory, for the states of unit %s, and %s are left beside the "
+            "plan. If they do not suffice, the kernel kills the process: leave more memory, or set infinity.durable, "
+            "whose checkpoints are copies of files.",
+            show_bytes(needed),
+            unit,
+            show_bytes(max(0, left)),
+        )
 
 
 def host_bytes(model: nn.Module) -> int:

@@ -16,10 +16,12 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import infinity
 from infinity.comm.communicator import Communicator
 from infinity.config import Config
-from infinity.engine.budget import check_memory, host_bytes
+from infinity.engine.budget import check_memory, host_bytes, saving_nbytes
 from infinity.engine.wiring import PlannedModel, plan_model
 from infinity.errors import OutOfMemoryError
 from infinity.model.remote import drop_values
+from infinity.observe.log import logger
+from infinity.sizes import show_bytes
 from infinity.tier_kind import TierKind
 from infinity.tiers.device import CpuDevice
 from support.advice import DEVICE, VALUE, followed
@@ -141,6 +143,70 @@ def test_values_in_a_file_of_init_take_no_memory(tmp_path: Path) -> None:
     with infinity.Init(engine_config(folder=tmp_path, unit_size=4096)):
         model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(20)))
     assert host_bytes(model) <= 4 * 4096 < sum(param.nbytes for param in model.parameters())
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_save_that_memory_does_not_hold_is_announced(
+    durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At start, since it would be killed after the training. A durable run copies files."""
+    monkeypatch.setattr(logger, "propagate", True)
+    content = content_of(tmp_path, bf16=True)
+    if durable:
+        content["infinity"]["durable"] = True
+    config, found = planned(content, CpuDevice())
+    nbytes, unit = saving_nbytes(found.plan)
+    for left, is_announced in ((nbytes, False), (nbytes - 1, not durable)):
+        available = {TierKind.HOST: found.plan.peak_of_host() + PROCESS + left}
+        check_memory(config, found.plan, found.budget, found.replan, available)
+        assert (f"saving a checkpoint takes up to {show_bytes(nbytes)}" in caplog.text) == is_announced
+        assert not is_announced or f"states of unit {unit}, and " in caplog.text
+
+
+SAVED = """
+import sys, threading, time
+import torch, infinity
+from infinity.engine.budget import saving_nbytes
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+nvme = {"device": "nvme", "nvme_path": sys.argv[1]}
+config = {
+    "train_batch_size": 2,
+    "bf16": {"enabled": sys.argv[2] == "bf16"},
+    "zero_optimization": {"offload_param": nvme, "offload_optimizer": nvme},
+    "infinity": {"unit_size": "64KiB", "tile_size": 65536, "prefetch_bytes": 0},
+}
+with torch.device("meta"):
+    model = torch.nn.Sequential(torch.nn.Embedding(16384, 512), torch.nn.Linear(512, 8))
+with infinity.initialize(model=model, config=config)[0] as engine:
+    for _ in range(2):
+        engine.backward(engine(torch.arange(8)[None]).float().square().mean())
+        engine.step()
+    engine.settle()
+    seen, ended = [resident()], []
+
+    def watch():
+        while not ended:
+            seen.append(resident())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    engine.save_checkpoint(sys.argv[1])
+    ended.append(True)
+    thread.join()
+    print((max(seen) - seen[0]) / saving_nbytes(engine.parts.plan)[0])
+"""
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_save_takes_no_more_memory_than_was_announced(dtype: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SAVED, str(tmp_path), dtype]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert 0.3 < float(done.stdout) < 1.15
 
 
 def test_a_model_and_buffers_that_both_have_to_shrink_are_named_together(tmp_path: Path) -> None:
