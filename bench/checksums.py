@@ -10,8 +10,6 @@ of the machine meets both: a pair of steps gives a ratio. Writes bench/results/c
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -19,7 +17,6 @@ from typing import Any
 
 import harness
 import training
-from report.page import publish
 
 KINDS: dict[str, tuple[float, dict[str, Any]]] = {
     "fp32 moments": (0.0, {}),
@@ -78,26 +75,13 @@ def step(engine: Any, batch: tuple[Any, Any]) -> tuple[float, float]:
     return time.perf_counter() - began, time.process_time() - cpu
 
 
-def child(kind: str) -> dict[str, Any]:
-    return harness.run_child(__file__, [*sys.argv[1:], "--only", kind])
-
-
 def show(found: dict[str, Any]) -> str:
     without, checked = map(list, zip(*found["seconds"], strict=True))
     return f"{harness.spread(without).median:.2f} s, with checksums {harness.spread(checked).median:.2f} s"
 
 
 def main() -> None:
-    args = arguments()
-    if args.only:
-        print(json.dumps(run(args, args.only)))
-        return
-    target = harness.target(args)
-    if not args.redraw:
-        runs = harness.collect(KINDS, args.rounds, child, show)
-        flags = {name: getattr(args, name) for name in (*training.SHAPE, "rounds", "steps")}
-        harness.write_json(target, {**harness.head("checksums", path=args.nvme_path), "args": flags, "runs": runs})
-    publish(target)
+    training.compare(__file__, arguments(), KINDS, run, show)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,12 @@ bench/results/drafts.json, then draws drafts.md.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
 import time
 from typing import Any
 
 import harness
 import training
-from report.page import publish
 
 KINDS: dict[str, tuple[float, dict[str, Any]]] = {
     "no clipping": (0.0, {}),
@@ -72,25 +69,12 @@ def run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     return found
 
 
-def child(kind: str) -> dict[str, Any]:
-    return harness.run_child(__file__, [*sys.argv[1:], "--only", kind])
-
-
 def show(found: dict[str, Any]) -> str:
     return f"{harness.spread([step['seconds'] for step in found['steps']]).median:.2f} s"
 
 
 def main() -> None:
-    args = arguments()
-    if args.only:
-        print(json.dumps(run(args, args.only)))
-        return
-    target = harness.target(args)
-    if not args.redraw:
-        runs = harness.collect(KINDS, args.rounds, child, show)
-        flags = {name: getattr(args, name) for name in (*training.SHAPE, "rounds", "steps")}
-        harness.write_json(target, {**harness.head("drafts", path=args.nvme_path), "args": flags, "runs": runs})
-    publish(target)
+    training.compare(__file__, arguments(), KINDS, run, show)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ Each run is a process of its own, and kinds are interleaved. Writes bench/result
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -18,7 +16,6 @@ from typing import Any
 
 import harness
 import training
-from report.page import publish
 
 KINDS = ("glibc's defaults", "rule, memory plenty", "rule, memory short")
 
@@ -64,25 +61,12 @@ def run(args: argparse.Namespace, kind: str) -> dict[str, Any]:
     }
 
 
-def child(kind: str) -> dict[str, Any]:
-    return harness.run_child(__file__, [*sys.argv[1:], "--only", kind])
-
-
 def show(found: dict[str, Any]) -> str:
     return f"{harness.spread(found['seconds'][1:]).median:.2f} s, {found['peak_rss'] / 1e6:.0f} MB"
 
 
 def main() -> None:
-    args = arguments()
-    if args.only:
-        print(json.dumps(run(args, args.only)))
-        return
-    target = harness.target(args)
-    if not args.redraw:
-        runs = harness.collect(KINDS, args.rounds, child, show)
-        flags = {name: getattr(args, name) for name in (*training.SHAPE, "rounds", "steps")}
-        harness.write_json(target, {**harness.head("freed", path=args.nvme_path), "args": flags, "runs": runs})
-    publish(target)
+    training.compare(__file__, arguments(), KINDS, run, show)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ machines are shared. Writes bench/results/frozen.json, then draws frozen.md.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,7 +21,6 @@ from torch import nn
 
 import harness
 import training
-from report.page import publish
 
 FORMATS = ("as_is", "8bit", "nf4")
 RANK = 8
@@ -124,25 +121,12 @@ def rates(format: str) -> dict[str, float]:
     }
 
 
-def child(format: str) -> dict[str, Any]:
-    return harness.run_child(__file__, [*sys.argv[1:], "--only", format])
-
-
 def show(found: dict[str, Any]) -> str:
     return f"{harness.spread(found['seconds']).median:.2f} s"
 
 
 def main() -> None:
-    args = arguments()
-    if args.only:
-        print(json.dumps(run(args, args.only)))
-        return
-    target = harness.target(args)
-    if not args.redraw:
-        runs = harness.collect(FORMATS, args.rounds, child, show)
-        flags = {name: getattr(args, name) for name in (*training.SHAPE, "rounds", "steps")}
-        harness.write_json(target, {**harness.head("frozen", path=args.nvme_path), "args": flags, "runs": runs})
-    publish(target)
+    training.compare(__file__, arguments(), FORMATS, run, show)
 
 
 if __name__ == "__main__":

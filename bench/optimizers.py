@@ -12,9 +12,7 @@ bench/results/optimizers.json, then draws optimizers.md.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,7 +20,6 @@ from typing import Any
 
 import harness
 import training
-from report.page import publish
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "AdamW, native": ("AdamW", {}),
@@ -108,10 +105,6 @@ def timed(args: argparse.Namespace, step: Callable[[tuple[Any, ...]], None], cou
     return seconds[WARM_UP:]
 
 
-def child(kind: str) -> dict[str, Any]:
-    return harness.run_child(__file__, [*sys.argv[1:], "--only", kind])
-
-
 def show(found: dict[str, Any]) -> str:
     return f"{harness.spread(found['seconds']).median:.2f} s, {found['peak_rss'] / 1e9:.2f} GB"
 
@@ -146,15 +139,7 @@ def main() -> None:
     if args.parts:
         print_parts()
         return
-    if args.only:
-        print(json.dumps(run(args, args.only)))
-        return
-    target = harness.target(args)
-    if not args.redraw:
-        runs = harness.collect(KINDS, args.rounds, child, show)
-        flags = {name: getattr(args, name) for name in (*training.SHAPE, "rounds", "steps")}
-        harness.write_json(target, {**harness.head("optimizers", path=args.nvme_path), "args": flags, "runs": runs})
-    publish(target)
+    training.compare(__file__, args, KINDS, run, show)
 
 
 if __name__ == "__main__":

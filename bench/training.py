@@ -1,4 +1,4 @@
-"""The model and the plain PyTorch loop that training benchmarks have in common.
+"""The model, the plain PyTorch loop and the rounds that training benchmarks have in common.
 
 Imports torch and infinity inside functions: a process that only starts others needs neither.
 """
@@ -6,9 +6,15 @@ Imports torch and infinity inside functions: a process that only starts others n
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import json
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import harness
+from report.page import publish
 
 if TYPE_CHECKING:
     import torch
@@ -141,3 +147,31 @@ class Masters:
         for parameter, master in zip(self.parameters, self.values, strict=True):
             parameter.data.copy_(master.data)
             master.grad = None
+
+
+def compare(
+    script: str,
+    args: argparse.Namespace,
+    kinds: Iterable[str],
+    run: Callable[[argparse.Namespace, str], dict[str, Any]],
+    show: Callable[[dict[str, Any]], str],
+) -> None:
+    """Run each kind in `args.rounds` processes of its own, interleaved; write their results and draw the page.
+
+    script: the benchmark's file, which each process runs with `--only KIND`; it prints what `run` returns. args: the
+    flags of `add_shape`, --rounds, --steps, --nvme-path and --only. show: the figure of a line for a result.
+    """
+    if args.only:
+        print(json.dumps(run(args, args.only)))
+        return
+    target = harness.target(args)
+    if not args.redraw:
+
+        def child(kind: str) -> dict[str, Any]:
+            return harness.run_child(script, [*sys.argv[1:], "--only", kind])
+
+        runs = harness.collect(kinds, args.rounds, child, show)
+        flags = {name: getattr(args, name) for name in (*SHAPE, "rounds", "steps")}
+        head = harness.head(Path(script).stem, path=args.nvme_path)
+        harness.write_json(target, {**head, "args": flags, "runs": runs})
+    publish(target)

@@ -88,7 +88,7 @@ def striping(config: Config) -> Iterator[str]:
 
 
 def _verdict(found: Prediction) -> Text:
-    """Return whether the model fits, with a reserve for freed blocks."""
+    """Return whether the model fits, and on a CPU the reserve beside it."""
     needs = found.needs
     if needs.limits:
         small = " and ".join(map(memory_name, needs.limits))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -124,11 +123,9 @@ def check_memory(
 
     Logs a warning if what is left is too little to save a checkpoint.
     """
-    beside = {TierKind.HOST: _PROCESS}
 
     def lacks(plan: Plan, freed: int = 0) -> Shortage | None:
-        more = {TierKind.HOST: freed - _PROCESS}
-        return shortage(plan, {tier: nbytes + more.get(tier, 0) for tier, nbytes in available.items()})
+        return shortage(plan, {**available, TierKind.HOST: available[TierKind.HOST] - _PROCESS + freed})
 
     short = lacks(plan)
     if short is None:
@@ -136,7 +133,7 @@ def check_memory(
         _warn_of_saving(plan, left + (0 if model is None else host_bytes(model)))
         return
     of_host = short.tier.in_host_memory and not short.key
-    more = beside.get(short.tier, 0) if not short.key else 0
+    more = _PROCESS if short.tier is TierKind.HOST and not short.key else 0
     fix = remedy(config, plan, budget, short, replan, lacks, more)
     if model is not None and of_host:
         model_bytes = host_bytes(model)
@@ -179,16 +176,15 @@ def saving_nbytes(plan: Plan) -> tuple[int, str]:
 
     A save reads all states of a unit. Beside a remainder, it makes fp32 masters and writes a copy of them.
     """
-    stored = Counter[int]()
-    for (unit, state), extent in plan.placement.extents.items():
-        if state is not State.GRAD:
-            stored[unit] += extent.nbytes * plan.ranks.size
-    found = [(0, "")]
+    extents, found = plan.placement.extents, [(0, "")]
     for layout in plan.units:
-        states = plan.policy.states(layout) if layout.trainable else None
-        split = isinstance(states, StateFormat) and any(kind.name == "remainder" for kind in states.states)
-        masters = 8 * layout.numel if split else 0
-        found.append((stored[layout.index] + masters, layout.name))
+        nbytes = layout.nbytes
+        if (layout.index, State.OPTIM) in extents:
+            nbytes += extents[layout.index, State.OPTIM].nbytes * plan.ranks.shards
+            states = plan.policy.states(layout)
+            if isinstance(states, StateFormat) and any(kind.name == "remainder" for kind in states.states):
+                nbytes += 8 * layout.numel
+        found.append((nbytes, layout.name))
     return max(found)
 
 
@@ -202,8 +198,8 @@ def _warn_of_saving(plan: Plan, left: int) -> None:
     if left < needed:
         logger.warning(
             "saving a checkpoint takes up to %s of host memory, for the states of unit %s, and %s are left beside the "
-            "plan. If they do not suffice, the kernel kills the process: leave more memory, or set infinity.durable, "
-            "whose checkpoints are copies of files.",
+            "plan. If memory runs out, the kernel kills the process (exit status 137). Leave more memory, or set "
+            "infinity.durable, whose checkpoints are copies of files.",
             show_bytes(needed),
             unit,
             show_bytes(max(0, left)),

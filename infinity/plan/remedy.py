@@ -227,7 +227,8 @@ def _budget(trial: Trial, short: Shortage) -> tuple[str, Budget] | None:
         return value, replace(budget, host=short.available)
     key = "infinity.memory.host_params"
     mapped = (phrase.partition(" → ") for phrase in trial.config.notes.mapped)
-    written = next((source.split(":")[0].split(" ")[0] for source, _, target in mapped if target.startswith(key)), key)
+    # DeepSpeed's key, if the config has it: both together are refused.
+    written = next((source.split(" ")[0] for source, _, target in mapped if target.startswith(key)), key)
     return f"set {written} to 0", replace(budget, params=0)
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from infinity.plan.plan import Plan
 from infinity.sim.gpt2 import PlannedModel
 from infinity.sim.machine import Machine
-from infinity.sim.needs import Fewer, Needs
+from infinity.sim.needs import Needs, Variant
 from infinity.sizes import show_bytes
 from infinity.tier_kind import TierKind
 
@@ -35,32 +35,32 @@ def fewer_activations(
     needs: Needs,
     predicted: Predicted,
     tier: TierKind,
-) -> Iterator[Fewer]:
+) -> Iterator[Variant]:
     """Yield changes that free memory in `tier`, the best first; a smaller micro-batch only if it may suffice.
 
     needs: without a change.
     """
 
-    def tried(make: Callable[[], PlannedModel], config: Config, change: str) -> Iterator[Fewer]:
+    def tried(make: Callable[[], PlannedModel], config: Config, change: str) -> Iterator[Variant]:
         try:
             plan, after = predicted(make(), config)
         except Exception:  # noqa: BLE001 - of a user's block that cannot be recomputed: this change is not advised
             return
         if needs.peak[tier] - after.peak[tier] >= _LEAST_SHARE * needs.peak[tier]:
-            yield Fewer(change, after, plan, config)
+            yield Variant(change, after, plan, config)
 
     before, done = needs, ""
     if (again := recomputed(make())) is not None:
-        for fewer in tried(lambda: again, config, _CHECKPOINT):
-            yield fewer
-            before, done = fewer.needs, f"{fewer.change}, and "
+        for variant in tried(lambda: again, config, _CHECKPOINT):
+            yield variant
+            before, done = variant.needs, f"{variant.change}, and "
     section = config.infinity.activations
     if section.device == "none" and machine.nvme:
         section = section.model_copy(update={"device": "nvme", "nvme_path": section.nvme_path or (Path(),)})
         moved = config.model_copy(update={"infinity": config.infinity.model_copy(update={"activations": section})})
-        for fewer in tried(make, moved, 'set infinity.activations.device to "nvme"'):
-            freed = show_bytes(needs.peak[tier] - fewer.needs.peak[tier])
-            yield replace(fewer, change=f"{fewer.change}, which frees {freed}")
+        for variant in tried(make, moved, 'set infinity.activations.device to "nvme"'):
+            freed = show_bytes(needs.peak[tier] - variant.needs.peak[tier])
+            yield replace(variant, change=f"{variant.change}, which frees {freed}")
     remade = make if not done else lambda: recomputed(make()) or make()
     for change, smaller in _smaller(config, machine, before, tier):
         yield from tried(remade, smaller, done + change)

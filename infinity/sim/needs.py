@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 KINDS = ("params", "gradients", "optimizer", "activations", "buffers", "processes")
 _RESERVE = 0.05
-"""Share of a predicted peak that is left on a CPU. With freed blocks returned to the system, 28 measured peaks were up
-to 3.3 % higher than predicted (bench/results/predict.md)."""
+"""Share of a predicted peak that is left on a CPU. With freed blocks of 1 MiB returned, 28 measured peaks were up to
+3.3 % higher than predicted (bench/results/predict.md)."""
 _KIND = {State.PARAM: "params", State.GRAD: "gradients", State.OPTIM: "optimizer"}
 
 
@@ -55,9 +55,13 @@ class Needs:
         return [tier for tier in TierKind if tier in over or tier in self.lacking]
 
     @property
+    def _on_cpu(self) -> bool:
+        return not self.available[TierKind.DEVICE]
+
+    @property
     def reserve(self) -> int:
         """Return the bytes by which a measured peak of host memory may exceed the prediction; 0 on nodes with GPUs."""
-        return 0 if self.available[TierKind.DEVICE] else int(_RESERVE * self.peak[TierKind.HOST])
+        return int(_RESERVE * self.peak[TierKind.HOST]) if self._on_cpu else 0
 
     @property
     def is_tight(self) -> bool:
@@ -68,16 +72,15 @@ class Needs:
     def returns_freed(self) -> bool:
         """Return whether a run returns freed blocks to the system, which lengthens its steps."""
         short = scarce(self.peak[TierKind.HOST], self.tiers[TierKind.HOST]["activations"])
-        return not self.limits and not self.available[TierKind.DEVICE] and self.spare(TierKind.HOST) < short
+        return self._on_cpu and not self.limits and self.spare(TierKind.HOST) < short
 
     def spare(self, tier: TierKind) -> int:
         return self.available[tier] - self.peak[tier]
 
     def bound(self, tier: TierKind, *, reserve: bool) -> int:
         """Return the largest peak that fits. reserve: leave the reserve of host memory."""
-        if not reserve or not tier.in_host_memory or self.available[TierKind.DEVICE]:
-            return self.available[tier]
-        return int(self.available[tier] / (1 + _RESERVE))
+        share = _RESERVE if reserve and tier.in_host_memory and self._on_cpu else 0
+        return int(self.available[tier] / (1 + share))
 
 
 def needs_of(
@@ -120,10 +123,11 @@ def needs_of(
 
 
 @dataclass(frozen=True)
-class Fewer:
-    """A change that leaves fewer activations, and what is predicted with it."""
+class Variant:
+    """A changed run, and what is predicted of it."""
 
     change: str
+    """As an advice; empty: the run as it is."""
     needs: Needs
     plan: Plan
     config: Config
@@ -133,19 +137,19 @@ class Fewer:
 class Savings:
     """Changes that are left to make, each planned or simulated."""
 
-    activations: Callable[[TierKind], Iterator[Fewer]]
+    activations: Callable[[TierKind], Iterator[Variant]]
     """Memory that is lacking → changes of activations, the best first."""
     remedy: Callable[[Shortage], str]
     """Limit of `infinity.memory` that is exceeded → a change with which the plan fits it."""
-    planned: Callable[[Fewer, Shortage], Iterator[Trial]]
+    planned: Callable[[Variant, Shortage], Iterator[Trial]]
     """Change, memory of a rank that is still lacking → further changes, of states and buffers, the best first."""
 
 
-def advice(start: Fewer, savings: Savings) -> Iterator[str]:
+def advice(start: Variant, savings: Savings) -> Iterator[str]:
     """Yield, for each limit of `infinity.memory` and each tier that is exceeded, the bytes it lacks and the changes
     with which the plan would fit; and those that would leave the reserve.
 
-    start: no change.
+    start: the run as it is.
     """
     needs = start.needs
     for over in needs.exceeded:
@@ -173,7 +177,7 @@ def kept_by_auto(plan: Plan, needs: Needs) -> int:
     return max(0, min(room, needs.spare(TierKind.HOST), states))
 
 
-def _changes(start: Fewer, tier: TierKind, savings: Savings) -> str:
+def _changes(start: Variant, tier: TierKind, savings: Savings) -> str:
     """Return changes with which the plan fits the tier; those that leave the reserve, if any do."""
     plan = start.plan
     if not tier.in_memory:
@@ -187,45 +191,45 @@ def _changes(start: Fewer, tier: TierKind, savings: Savings) -> str:
 class _Search:
     """Finds changes with which a plan fits a memory: of states and buffers, of activations, or one of each."""
 
-    def __init__(self, start: Fewer, tier: TierKind, savings: Savings) -> None:
+    def __init__(self, start: Variant, tier: TierKind, savings: Savings) -> None:
         self._tier, self._savings = tier, savings
         self._known = [start]
         self._more = savings.activations(tier)
 
     def enough(self, *, reserve: bool) -> str:
         """Return changes that suffice; an empty text if none do. reserve: as of `Needs.bound`."""
-        for fewer in self._each():
-            left = fewer.needs.peak[self._tier] - fewer.needs.bound(self._tier, reserve=reserve)
+        for variant in self._each():
+            left = variant.needs.peak[self._tier] - variant.needs.bound(self._tier, reserve=reserve)
             if left <= 0:
-                return fewer.change
-            for freed, change in self._planned(fewer, left):
+                return variant.change
+            for freed, change in self._planned(variant, left):
                 if freed >= left:
-                    return _joined(change, fewer.change)
+                    return _joined(change, variant.change)
         return ""
 
     def least(self) -> str:
         """Return the bytes that the plan needs with all changes."""
         found = []
-        for fewer in self._each():
-            peak = fewer.needs.peak[self._tier]
-            freed, change = max(self._planned(fewer, peak), default=(0, ""))
-            found.append((peak - freed, _joined(change, fewer.change)))
+        for variant in self._each():
+            peak = variant.needs.peak[self._tier]
+            freed, change = max(self._planned(variant, peak), default=(0, ""))
+            found.append((peak - freed, _joined(change, variant.change)))
         nbytes, changes = min(found, key=lambda each: each[0])
         less = "use a smaller model or more nodes"
         return f"{less}: it still needs {show_bytes(nbytes)} if you {changes}" if changes else less
 
-    def _each(self) -> Iterator[Fewer]:
+    def _each(self) -> Iterator[Variant]:
         """Yield no change and those of activations, each of which is simulated once."""
         yield from self._known
-        for fewer in self._more:
-            self._known.append(fewer)
-            yield fewer
+        for variant in self._more:
+            self._known.append(variant)
+            yield variant
 
-    def _planned(self, fewer: Fewer, lacking: int) -> Iterator[tuple[int, str]]:
+    def _planned(self, variant: Variant, lacking: int) -> Iterator[tuple[int, str]]:
         """Yield (bytes of a node that it frees, change) of changes of states and buffers for `lacking` bytes."""
-        before, ranks = needed(fewer.plan, self._tier), fewer.needs.ranks
+        before, ranks = needed(variant.plan, self._tier), variant.needs.ranks
         short = Shortage(self._tier, memory_name(self._tier), before, max(0, before - -(-lacking // ranks)))
-        for trial in self._savings.planned(fewer, short):
+        for trial in self._savings.planned(variant, short):
             yield (before - needed(trial.plan, self._tier)) * ranks, str(trial)
 
 

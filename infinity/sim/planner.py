@@ -28,7 +28,7 @@ from infinity.sim.device import DeviceFacts, Times
 from infinity.sim.fewer import fewer_activations
 from infinity.sim.gpt2 import WITH_COMPILER, PlannedModel
 from infinity.sim.machine import Links, Machine
-from infinity.sim.needs import Fewer, Needs, Savings, advice, needs_of
+from infinity.sim.needs import Needs, Savings, Variant, advice, needs_of
 from infinity.sim.ranks import Ranks
 from infinity.sim.simulate import Simulation, simulate
 from infinity.tier_kind import TierKind
@@ -131,9 +131,11 @@ def predict(
     savings = Savings(
         activations=partial(fewer_activations, make, config, machine, needs, predicted),
         remedy=lambda short: remedy(config, plan, budget, short, replan, lambda plan: next(exceeded(plan), None)),
-        planned=lambda fewer, short: trials(fewer.config, fewer.plan, budget, short, replan, partial(_lacks, short)),
+        planned=lambda variant, short: trials(
+            variant.config, variant.plan, budget, short, replan, partial(_lacks, short)
+        ),
     )
-    found, wear = list(advice(Fewer("", needs, plan, config), savings)), None
+    found, wear = list(advice(Variant("", needs, plan, config), savings)), None
     if simulation is not None and links is not None:
         wear = wear_of(simulation, machine.ranks_per_node, endurance)
         again = partial(_again, make, machine, links, times)
@@ -179,12 +181,9 @@ def _needed(
     if links is None:
         plan = plan_of(model, config, machine)
         activations = _activations_of(model, config, machine, train_batch=train_batch)
-        baseline = assumed_rss(model, machine)
-        return (
-            None,
-            plan,
-            needs_of(plan, machine, activations=activations, baseline_rss=baseline, registered=registered),
-        )
+        assumed = assumed_rss(model, machine)
+        needs = needs_of(plan, machine, activations=activations, baseline_rss=assumed, registered=registered)
+        return None, plan, needs
     seen = _simulated(model, config, machine, links, train_batch=train_batch, times=times)
     saved, baseline = _activations(seen), links.baseline_rss
     needs = needs_of(seen.plan, machine, activations=saved, baseline_rss=baseline, registered=registered)

@@ -472,6 +472,23 @@ def test_blocks_that_nobody_names_are_not_to_be_checkpointed(rates: Path, tmp_pa
     assert after["fits"] and line.endswith(f': set infinity.activations.device to "nvme", which frees {freed}')
 
 
+def test_parameters_that_max_in_cpu_keeps_leave_memory_by_that_key(tmp_path: Path) -> None:
+    """Beside it, infinity.memory.host_params is refused."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "offload_param": {**nvme, "max_in_cpu": 1e9}, "offload_optimizer": nvme}
+    file = tmp_path / "engine.json"
+    content: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    file.write_text(json.dumps(content))
+    options = ("--num-layers", "40", *SHAPE[2:-2], "--nvme", "8GiB", "--config", file)
+    before = planned(*options, "--host-memory", "8GiB")
+    host = before["peak_host_bytes"] - before["tiers"]["host"]["params"] // 2
+    (line,) = planned(*options, "--host-memory", host, code=1)["advice"]
+    assert "set zero_optimization.offload_param.max_in_cpu to 0" in line
+    zero["offload_param"]["max_in_cpu"] = 0
+    file.write_text(json.dumps(followed(content, line, tmp_path)))
+    assert planned(*options, "--host-memory", host)["fits"]
+
+
 def test_a_model_that_no_change_fits_has_the_least_bytes() -> None:
     options = (*SHAPE[:-2], "--batch-size", "64", "--host-memory", "64MiB", "--nvme", "8GiB")
     (line,) = planned(*options, code=1)["advice"]
