@@ -16,11 +16,13 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import infinity
 from infinity.comm.communicator import Communicator
 from infinity.config import Config
-from infinity.engine.budget import check_memory, host_bytes, saving_nbytes
+from infinity.engine.budget import check_memory, host_bytes, plan_units, saving_nbytes
 from infinity.engine.wiring import PlannedModel, plan_model
 from infinity.errors import OutOfMemoryError
 from infinity.model.remote import drop_values
 from infinity.observe.log import logger
+from infinity.plan.budget import Budget
+from infinity.plan.policy import RankInfo
 from infinity.sizes import show_bytes
 from infinity.tier_kind import TierKind
 from infinity.tiers.device import CpuDevice
@@ -161,6 +163,21 @@ def test_a_save_that_memory_does_not_hold_is_announced(
         check_memory(config, found.plan, found.budget, found.replan, available)
         assert (f"saving a checkpoint takes up to {show_bytes(nbytes)}" in caplog.text) == is_announced
         assert not is_announced or f"states of unit {unit}, and " in caplog.text
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_save_takes_as_much_on_several_ranks(stage: int, tmp_path: Path) -> None:
+    """Rank 0 gathers shards, and holds whole parameters already in stages 0 to 2."""
+    nvme = {} if stage == 3 else {"param": "none"}
+    config = Config.load(content_of(tmp_path, bf16=True, stage=stage, **nvme))
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512))  # padding is small beside it
+    groups = [{"params": list(model.parameters())}]
+    found = []
+    for size in (1, 4):
+        ranks = RankInfo(size, size if stage else 1, "" if size == 1 else "gloo")
+        plan = plan_units(model, config, groups, ranks, CpuDevice().info, Budget())[1]
+        found.append(saving_nbytes(plan)[0])
+    assert found[1] == pytest.approx(found[0], rel=0.05)
 
 
 SAVED = """
