@@ -52,8 +52,9 @@ def test_pages_hold_no_targets() -> None:
 
 def test_every_benchmark_has_a_report() -> None:
     texts = {path.stem: path.read_text(encoding="utf-8") for path in RESULTS.parent.glob("*.py")}
-    scripts = {name for name, text in texts.items() if "publish(" in text} - {"draw"}
-    assert {"step", "adam", "adam_cuda", "aio", "stripe"} <= scripts
+    published = ("publish(", "training.compare(")
+    scripts = {name for name, text in texts.items() if any(call in text for call in published)} - {"draw", "training"}
+    assert {"step", "adam", "adam_cuda", "aio", "stripe", "checksums", "freed"} <= scripts
     for name in scripts:
         assert isinstance(importlib.import_module(f"report.{name}").REPORT, page.Report)
 
