@@ -61,10 +61,15 @@ class Loading:
         self._generators = saved.generators(parts.ranks) if load_rng else None
 
     def apply(self) -> None:
-        """Replace the states of all units and the buffers, one unit at a time."""
+        """Replace the states of all units and the buffers, a part of one unit at a time."""
         parts = self._parts
         for unit in parts.units:
-            parts.states.write(unit.layout, self._read(unit))
+            layout = unit.layout
+            if layout.windows or any(map(is_distributed, unit.parameters)):
+                parts.states.write(layout, self._read(unit))
+            else:
+                for start, stop in parts.states.ranges(layout):
+                    parts.states.write_range(layout, start, stop, self._read_range(unit, start, stop))
             return_freed_memory()
             if self._optimizer:
                 saved = [self._entry(slot) for slot in unit.layout.slots]
@@ -87,11 +92,7 @@ class Loading:
     def _read(self, unit: Unit) -> Flats:
         """Return the unit's states: the present ones, in which those of saved parameters are replaced."""
         layout, states = unit.layout, self._parts.states
-        # Nothing of the present states stays.
-        if all(map(self._entry, layout.slots)) and (self._optimizer or not layout.trainable):
-            flats = states.empty(layout)
-        else:
-            flats = states.read(layout)
+        flats = states.empty(layout) if self._replaces_all(layout) else states.read(layout)
         for number, (slot, parameter) in enumerate(zip(layout.slots, unit.parameters, strict=True)):
             if (entry := self._entry(slot)) is None:
                 continue
@@ -104,6 +105,35 @@ class Loading:
                 self._read_value(parameter, self._pieces[slot.name], entry, local[kinds[0].name])
         return flats
 
+    def _read_range(self, unit: Unit, start: int, stop: int) -> Flats:
+        """Return the states of elements [start, stop) of this rank's shard: the present ones, in which those of saved
+        parameters are replaced. All parameters are whole, and a native rule updates them.
+        """
+        layout, states = unit.layout, self._parts.states
+        replaced = self._replaces_all(layout)
+        own = states.zeros(layout, stop - start) if replaced else states.read_own(layout, start, stop)
+        low = layout.shard_range(self._parts.ranks.shard_rank)[0] + start
+        for number, begin, end in layout.slots_in(low, low + stop - start):
+            slot = layout.slots[number]
+            if (entry := self._entry(slot)) is None:
+                continue
+            kinds = states.kinds(layout)
+            local = {kind.name: own[kind.name][kind.part(begin - low, end - low)] for kind in kinds}
+            piece, bounds = self._pieces[slot.name], (begin - slot.offset, end - slot.offset)
+            if self._optimizer:
+                saved = self._saved.read_range(piece, self.index.kinds(piece.name), *bounds)
+                self._convert(layout, entry, saved, local, first=layout.first + begin)
+            else:
+                kind = self.index.kinds(piece.name)[0]
+                value = self._saved.read_range(piece, [kind], *bounds)[kind.name]
+                target = local[kinds[0].name]
+                target.copy_(self._rounded(value, target, entry))
+        return own
+
+    def _replaces_all(self, layout: UnitLayout) -> bool:
+        """Return whether nothing of a unit's present states stays."""
+        return all(map(self._entry, layout.slots)) and (self._optimizer or not layout.trainable)
+
     def _read_states(
         self,
         layout: UnitLayout,
@@ -114,31 +144,44 @@ class Loading:
         local: Flats,
     ) -> None:
         """Read all states of a parameter into `local`, converted to the engine's formats. kinds: those formats."""
-        run, index, piece = self._run, self.index, self._pieces[slot.name]
-        assert run is not None
-        saved, whole = self._saved.read(piece, index.kinds(piece.name)), local
+        piece = self._pieces[slot.name]
+        saved, whole = self._saved.read(piece, self.index.kinds(piece.name)), local
         if is_distributed(parameter):
             whole = {kind.name: torch.zeros(kind.shape_in(entry.shape), dtype=kind.dtype) for kind in kinds}
-        same = saved.keys() == whole.keys() and index.moments == run.config.infinity.moments
-        if not layout.trainable or slot.record is not None or same:
+        if slot.record is not None:
             for name, target in whole.items():
                 target.copy_(saved[name])
         else:
-            whole["master"].copy_(saved["master"])
-            rounding = rounding_key(run.config.infinity.seed, entry.step)
-            convert_moments(run.config.optimizer.rule, saved, whole, key=rounding, first=layout.first + slot.offset)
+            self._convert(layout, entry, saved, whole, first=layout.first + slot.offset)
         if whole is not local:
             for name, target in local.items():
                 target.copy_(self._parts.ranks.model.part(parameter, whole[name]))
 
+    def _convert(self, layout: UnitLayout, entry: Entry, saved: Flats, target: Flats, *, first: int) -> None:
+        """Fill `target`, states of a native rule, from `saved`. first: index of their first element in the model."""
+        run = self._run
+        assert run is not None
+        same = saved.keys() == target.keys() and self.index.moments == run.config.infinity.moments
+        if not layout.trainable or same:
+            for name, values in target.items():
+                values.copy_(saved[name])
+        else:
+            target["master"].copy_(saved["master"])
+            rounding = rounding_key(run.config.infinity.seed, entry.step)
+            convert_moments(run.config.optimizer.rule, saved, target, key=rounding, first=first)
+
     def _read_value(self, parameter: nn.Parameter, piece: Piece, entry: Entry, target: torch.Tensor) -> None:
         """Read a parameter's most precise value into `target`: the master, or the parameter itself if it was frozen."""
         kind = self.index.kinds(piece.name)[0]
-        value = self._saved.read(piece, [kind])[kind.name]
+        value = self._rounded(self._saved.read(piece, [kind])[kind.name], target, entry)
+        target.copy_(self._parts.ranks.model.part(parameter, value))
+
+    def _rounded(self, value: torch.Tensor, target: torch.Tensor, entry: Entry) -> torch.Tensor:
+        """Return a saved value as the dtype of `target` takes it."""
         # Masters are rounded as in training. Inference casts what was frozen, as `to(torch.bfloat16)` does.
         if target.dtype == torch.bfloat16 and value.dtype == torch.float32 and (self._run or entry.trainable):
-            value = split_master(value)[0]
-        target.copy_(self._parts.ranks.model.part(parameter, value))
+            return split_master(value)[0]
+        return value
 
     def _check_parameters(self, *, strict: bool) -> None:
         """Raise CheckpointError if shapes differ, or with optimizer states if other parameters are trained. strict:

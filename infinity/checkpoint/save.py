@@ -1,16 +1,16 @@
-"""Saves a checkpoint: one safetensors file per unit, with one unit in memory at a time, or copies of a durable run's
-files. The checkpoint appears complete or not at all.
+"""Saves a checkpoint: one safetensors file per unit, with a part of a unit in memory at a time, or copies of a durable
+run's files. The checkpoint appears complete or not at all.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from infinity.checkpoint.archive import read_values
 from infinity.checkpoint.background import Saver, Saving
 from infinity.checkpoint.committed import Committed, check_space, copy_states
 from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Index, key, reason, states_file
-from infinity.checkpoint.snapshot import ModelParts, Run, Snapshot, capture, unit_file
+from infinity.checkpoint.snapshot import ModelParts, Run, Snapshot, capture
 from infinity.checkpoint.tensors import Spec
 from infinity.checkpoint.writer import Writer
 from infinity.comm.side import SideChannel
@@ -34,8 +34,14 @@ from infinity.tiers.device import Device
 from infinity.tiers.freed import return_freed_memory
 from infinity.units.states import Flats, UnitStates
 
-_Value = tuple[StateKind, Piece, torch.Tensor]
-"""One state of a parameter."""
+
+class _Values(NamedTuple):
+    """Values of a state of a parameter's elements from number `first` on."""
+
+    kind: StateKind
+    piece: Piece
+    first: int
+    values: torch.Tensor
 
 
 def write_states(
@@ -45,66 +51,92 @@ def write_states(
     writer: Writer | None,
     release_unit: Callable[[int], None],
 ) -> None:
-    """Write all files. Collective. release_unit: called with each unit once its states are in memory on this rank."""
+    """Write all files. Collective. release_unit: called with each unit once its states have been read on this rank."""
     needed = channel.rank == 0 or channel.shards > 1
+    specs = _specs(snapshot.index)
 
-    def read(layout: UnitLayout) -> Flats:
-        flats = states.read_shards(layout) if needed else {}
-        release_unit(layout.index)
-        return flats
+    def read(layout: UnitLayout, start: int, stop: int, is_whole: bool) -> Flats:
+        if not needed:
+            return {}
+        return states.read_shards(layout) if is_whole else states.read_range(layout, start, stop)
 
-    def write(layout: UnitLayout, values: Sequence[_Value]) -> None:
+    def write(layout: UnitLayout, values: Iterable[_Values], is_last: bool) -> None:
         if writer is None:
             return
-        whole = {key(kind.name, piece.name): value for kind, piece, value in values if not piece.place}
-        if whole:
-            writer.write(unit_file(layout), whole)
-        for kind, piece, value in values:
-            if piece.place:
-                _write_tile(writer, snapshot.index, kind, piece, value)
+        for slot in layout.slots:
+            if slot.name in snapshot.pieces:
+                file = snapshot.index.parameters[snapshot.pieces[slot.name].name].file
+                writer.piecewise(file, specs[file])
+        for kind, piece, first, part in values:
+            file = snapshot.index.parameters[piece.name].file
+            for start, run in piece.spread(part, first, kind.per):
+                writer.piecewise(file, specs[file]).write(key(kind.name, piece.name), start, run)
+        if is_last:
+            writer.finish_whole()
 
     for layout in snapshot.layouts:
-        flats = together(channel, partial(read, layout))
-        states.complete(flats)
-        values = _values(snapshot, layout, flats, states, channel) if channel.rank == 0 else []
-        together(channel, partial(write, layout, values))
-        del flats, values
+        # Parts of tensor-parallel ranks are joined to whole parameters.
+        is_whole = bool(layout.windows) or any(slot.name in snapshot.divided for slot in layout.slots)
+        ranges = [(0, layout.shard_numel)] if is_whole else states.ranges(layout)
+        for start, stop in ranges:
+            is_last = stop == layout.shard_numel
+            flats = together(channel, partial(read, layout, start, stop, is_whole))
+            if is_last:
+                release_unit(layout.index)
+            states.complete(flats)
+            values: Iterable[_Values] = ()
+            if channel.rank == 0 and is_whole:
+                values = _whole_parameters(snapshot, layout, flats, states, channel)
+            elif channel.rank == 0:
+                values = _parts_of_shards(snapshot, layout, start, stop, flats, states)
+            together(channel, partial(write, layout, values, is_last))
+            del flats, values
         return_freed_memory()
     together(channel, partial(_finish, snapshot, writer))
 
 
-def _values(
+def _specs(index: Index) -> dict[str, dict[str, Spec]]:
+    """Return file → its tensors: the first state of each parameter, the second, …"""
+    by_file: dict[str, list[list[tuple[str, Spec]]]] = {}
+    for name, entry in index.parameters.items():
+        kinds = [(key(kind.name, name), Spec(kind.dtype, kind.shape_in(entry.shape))) for kind in index.kinds(name)]
+        by_file.setdefault(entry.file, []).append(kinds)
+    return {file: dict(filter(None, chain(*zip_longest(*held)))) for file, held in by_file.items()}
+
+
+def _whole_parameters(
     snapshot: Snapshot, layout: UnitLayout, flats: Flats, states: UnitStates, channel: SideChannel
-) -> list[_Value]:
-    """Return the states of a unit's parameters, complete on the rank that writes: the first of each parameter, the
-    second, …
-    """
-    held = []
+) -> list[_Values]:
+    """Return the states of a unit's parameters, complete on the rank that writes."""
+    found = []
     for number, slot in enumerate(layout.slots):
-        if slot.name in snapshot.pieces:
-            piece = snapshot.pieces[slot.name]
-            updates = snapshot.index.parameters[piece.name].step
-            views = states.of_slot(layout, flats, number, updates)
-            held.append([(slot, piece, kind, views[kind.name]) for kind in states.kinds(layout, number, updates)])
-    values = []
-    for slot, piece, kind, own in filter(None, chain(*zip_longest(*held))):
-        divided = snapshot.divided.get(slot.name)
-        values.append((kind, piece, own if divided is None else channel.join(own, divided, piece.shape)))
-    return values
+        if slot.name not in snapshot.pieces:
+            continue
+        piece, divided = snapshot.pieces[slot.name], snapshot.divided.get(slot.name)
+        updates = snapshot.index.parameters[piece.name].step
+        views = states.of_slot(layout, flats, number, updates)
+        for kind in states.kinds(layout, number, updates):
+            own = views[kind.name]
+            found.append(_Values(kind, piece, 0, own if divided is None else channel.join(own, divided, piece.shape)))
+    return found
 
 
-def _write_tile(writer: Writer, index: Index, kind: StateKind, piece: Piece, values: torch.Tensor) -> None:
-    """Write a tile's state into the file of its larger tensor."""
-    entry, name = index.parameters[piece.name], piece.name
-    specs = {key(k.name, name): Spec(k.dtype, k.shape_in(entry.shape)) for k in index.kinds(name)}
-    file = writer.piecewise(entry.file, specs)
-    if kind.per > 1:
-        blocks = piece.blocks(kind.per)
-        assert blocks is not None, "`check_tiles` refuses such tiles"
-        file.write(key(kind.name, name), blocks.start, values)
-        return
-    for start, part in piece.parts(values):
-        file.write(key(kind.name, name), start, part)
+def _parts_of_shards(
+    snapshot: Snapshot, layout: UnitLayout, start: int, stop: int, flats: Flats, states: UnitStates
+) -> Iterator[_Values]:
+    """Yield the states of parameters' elements in range [start, stop) of each shard. flats: as of `read_range`."""
+    kinds, numel = states.kinds(layout), stop - start
+    for shard in range(layout.world_size):
+        low = shard * layout.shard_numel + start
+        for number, begin, end in layout.slots_in(low, low + numel):
+            slot = layout.slots[number]
+            if slot.name not in snapshot.pieces:
+                continue
+            # The values of shards lie one after the other, each `numel` elements.
+            inside = shard * numel + begin - low
+            for kind in kinds:
+                values = flats[kind.name][kind.part(inside, inside + end - begin)]
+                yield _Values(kind, snapshot.pieces[slot.name], begin - slot.offset, values)
 
 
 def folder_of_copies(
@@ -178,8 +210,9 @@ def save(
 ) -> Path:
     """Write directory/tag and return its path. Collective; all states must be in their tiers, and rank 0 writes.
 
-    Peak memory is a few times one unit's states. tag: None means "global_step<N>". background: return once everything
-    except the states of units is captured; `saver` completes the save. latest: update the file `latest`.
+    Memory holds a range of a unit (`UnitStates.ranges`), or all of its states where parameters are updated as a whole
+    or tensor-parallel. tag: None means "global_step<N>". background: return once everything except the states of units
+    is captured; `saver` completes the save. latest: update the file `latest`.
     leaves_out: returns True for a parameter to omit. committed: the present states in files of a durable run, which
     are copied if every rank has them; otherwise states are read from their tiers. Raises on every rank: RanksError if
     ranks pass different folders, CheckpointError if writing failed. The previous checkpoint is untouched then.

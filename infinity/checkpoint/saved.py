@@ -20,6 +20,7 @@ from infinity.checkpoint import rng
 from infinity.checkpoint.archive import load_values
 from infinity.checkpoint.committed import open_shards
 from infinity.checkpoint.format import BUFFERS, CLIENT_STATE, Index, file_in, key, read_index
+from infinity.checkpoint.piecewise import TensorFile
 from infinity.checkpoint.rank_states import Shards
 from infinity.checkpoint.tensors import Spec, read_crc32, spec_of
 from infinity.comm.communicator import Communicator
@@ -115,6 +116,12 @@ class SavedStates(Protocol):
     def read(self, piece: Piece, kinds: Sequence[StateKind]) -> Flats:
         """Return kind → state of a parameter, in its saved shape. kinds: some of the index's."""
 
+    def read_range(self, piece: Piece, kinds: Sequence[StateKind], start: int, stop: int) -> Flats:
+        """Return kind → values of elements [start, stop) of a parameter that a native rule updates, flat.
+
+        start: a multiple of each kind's `per`.
+        """
+
     def buffers(self) -> dict[str, torch.Tensor]: ...
     def client_state(self) -> dict[str, Any]: ...
     def generators(self, ranks: Communicator) -> dict[str, Any] | None:
@@ -128,6 +135,7 @@ class CheckpointFolder:
         """Raises CheckpointError if the index is missing or damaged."""
         self.path = path
         self.index = read_index(path)
+        self._files: dict[str, TensorFile] = {}
 
     def pieces(self, units: Iterable[Unit], model: nn.Module) -> PieceOf:
         found = Pieces(model)
@@ -145,6 +153,31 @@ class CheckpointFolder:
         with safe_open(self.path / self.index.parameters[piece.name].file, framework="pt") as tensors:
             return {kind.name: _read_state(tensors, key(kind.name, piece.name), kind, piece) for kind in kinds}
 
+    def read_range(self, piece: Piece, kinds: Sequence[StateKind], start: int, stop: int) -> Flats:
+        return {kind.name: self._read_range(piece, kind, start, stop) for kind in kinds}
+
+    def _read_range(self, piece: Piece, kind: StateKind, start: int, stop: int) -> torch.Tensor:
+        if kind.per > 1:
+            blocks = piece.blocks(kind.per) if piece.place else slice(0)
+            assert blocks is not None, "`Loading` refuses such tiles"
+            runs = [((blocks.start or 0) + start // kind.per, kind.length(stop) - start // kind.per)]
+        else:
+            runs = list(piece.runs(start, stop - start))
+        values = torch.empty(sum(numel for _, numel in runs), dtype=kind.dtype)
+        if self.index.shards:
+            # One read of what lies between, too: each opens files.
+            low, high = runs[0][0], sum(runs[-1])
+            found = self._shards.read(piece.name, kind, low * kind.per, high * kind.per)
+        done = 0
+        for first, numel in runs:
+            part = values[done : done + numel]
+            if self.index.shards:
+                part.copy_(found[first - low : first - low + numel])
+            else:
+                self._file(self.index.parameters[piece.name].file).read(key(kind.name, piece.name), first, part)
+            done += numel
+        return values
+
     def _read_shards(self, piece: Piece, kind: StateKind) -> torch.Tensor:
         whole = self._shards.read(piece.name, kind).view(kind.shape_in(self.index.parameters[piece.name].shape))
         return whole[_place_of(kind, piece)].contiguous() if piece.place else whole
@@ -152,6 +185,11 @@ class CheckpointFolder:
     @cached_property
     def _shards(self) -> Shards:
         return open_shards(self.index, self.path)
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self._files:
+            self._files[name] = TensorFile(file_in(self.path, name))
+        return self._files[name]
 
     def buffers(self) -> dict[str, torch.Tensor]:
         path = file_in(self.path, BUFFERS)

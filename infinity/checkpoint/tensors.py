@@ -98,14 +98,14 @@ def write_tensors(
     parts: name → the tensor's values in order, in one or more parts of any shape, in its dtype. safetensors' own
     `save_file` needs all tensors in memory at once. The format: https://huggingface.co/docs/safetensors
     """
-    head, starts = _header(specs, metadata)
+    head, starts = header_of(specs, metadata)
     with path.open("xb") as file:
         file.write(head)
         crc = zlib.crc32(head)
         for name in starts:
             before = file.tell()
             for part in parts(name):
-                content = _content(name, part, specs[name])
+                content = bytes_of(name, part, specs[name])
                 file.write(content)
                 crc = zlib.crc32(content, crc)
             if file.tell() - before != specs[name].nbytes:
@@ -115,42 +115,7 @@ def write_tensors(
         return FileRecord(file.tell(), crc)
 
 
-class PiecewiseFile:
-    """A new safetensors file of the tensors `specs`, written in pieces and in any order."""
-
-    def __init__(self, path: Path, specs: Mapping[str, Spec]) -> None:
-        head, self._starts = _header(specs)
-        self._path, self._specs, self._first = path, specs, len(head)
-        self._left = sum(spec.nbytes for spec in specs.values())
-        self._file = path.open("xb", buffering=0)
-        self._write(0, memoryview(head))
-
-    def write(self, name: str, start: int, part: torch.Tensor) -> None:
-        """Write elements of a tensor from number `start` of its flattened form on. Write each element once."""
-        spec = self._specs[name]
-        content = _content(name, part, spec)
-        self._write(self._first + self._starts[name] + start * spec.dtype.itemsize, content)
-        self._left -= len(content)
-
-    def finish(self) -> FileRecord:
-        """Sync the file; return its size and checksum, for which it is read again."""
-        if self._left:
-            raise ValueError(f"{self._path.name} lacks {self._left:,} bytes")
-        os.fsync(self._file.fileno())
-        self.close()
-        return FileRecord(self._path.stat().st_size, read_crc32(self._path))
-
-    def close(self) -> None:
-        """Close the file, even if it is incomplete. Idempotent."""
-        self._file.close()
-
-    def _write(self, offset: int, content: memoryview) -> None:
-        while content:
-            count = os.pwrite(self._file.fileno(), content, offset)
-            content, offset = content[count:], offset + count
-
-
-def _header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
+def header_of(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
     """Return the head of a file, and name → offset of a tensor in what follows, in the order of the file."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     starts, end = {}, 0
@@ -166,7 +131,8 @@ def _header(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None
     return len(text).to_bytes(8, "little") + text, starts
 
 
-def _content(name: str, part: torch.Tensor, spec: Spec) -> memoryview:
+def bytes_of(name: str, part: torch.Tensor, spec: Spec) -> memoryview:
+    """Return the bytes of a part of a tensor. Raises TypeError if its dtype differs."""
     if part.dtype != spec.dtype:
         raise TypeError(f"a part of {name} is {part.dtype}, expected {spec.dtype}")
     content: memoryview = part.contiguous().view(-1).view(torch.uint8).numpy().data

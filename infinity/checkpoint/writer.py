@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from infinity.checkpoint.format import INDEX, LATEST, Index
-from infinity.checkpoint.tensors import FileRecord, PiecewiseFile, Spec, write_bytes, write_tensors
+from infinity.checkpoint.piecewise import PiecewiseFile
+from infinity.checkpoint.tensors import FileRecord, Spec, write_bytes, write_tensors
 from infinity.errors import CheckpointError, OutOfSpaceError, UsageError
 from infinity.inputs import replacing
 
@@ -89,10 +90,15 @@ class Writer:
         self._files[file] = write_tensors(self._partial / file, specs, parts)
 
     def piecewise(self, file: str, specs: Mapping[str, Spec]) -> PiecewiseFile:
-        """Return the file of tensors that are written in pieces until `finish`; the first call creates it."""
+        """Return the file of tensors that are written in pieces; the first call creates it."""
         if file not in self._piecewise:
             self._piecewise[file] = PiecewiseFile(self._partial / file, specs)
         return self._piecewise[file]
+
+    def finish_whole(self) -> None:
+        """Finish the files that are written in pieces and have all of them, so that few stay open."""
+        for name in [name for name, file in self._piecewise.items() if file.is_whole]:
+            self._files[name] = self._piecewise.pop(name).finish()
 
     def write_raw(self, file: str, content: bytes) -> None:
         self._files[file] = write_bytes(self._partial / file, content)

@@ -97,6 +97,9 @@ class CommittedStates:
         slot = self._shards.slots[piece.name][1]
         return {kind.name: self._shards.read(piece.name, kind).view(kind.shape_in(slot.shape)) for kind in kinds}
 
+    def read_range(self, piece: Piece, kinds: Sequence[StateKind], start: int, stop: int) -> Flats:
+        return {kind.name: self._shards.read(piece.name, kind, start, stop) for kind in kinds}
+
     def buffers(self) -> dict[str, torch.Tensor]:
         try:
             return load_tensors(self._record.blobs[BUFFERS])

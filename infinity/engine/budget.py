@@ -22,7 +22,8 @@ from infinity.model.remote import is_remote
 from infinity.observe.log import logger
 from infinity.optim.parameter_rule import ParameterRule
 from infinity.plan.budget import Budget
-from infinity.plan.formats import StateFormat
+from infinity.plan.formats import MASTERS, StateFormat
+from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan, make_plan
 from infinity.plan.policy import DeviceInfo, RankInfo, compute_dtype, frozen_format, speculates
@@ -121,7 +122,7 @@ def check_memory(
     parameters have their memory already, beside the available bytes; None: they need none. limit: what bounds the
     host's memory (`memory_limit`).
 
-    Logs a warning if what is left is too little to save a checkpoint.
+    Logs a warning if what is left is too little for checkpoints.
     """
 
     def lacks(plan: Plan, freed: int = 0) -> Shortage | None:
@@ -130,7 +131,7 @@ def check_memory(
     short = lacks(plan)
     if short is None:
         left = available[TierKind.HOST] - plan.peak_of_host() - _PROCESS
-        _warn_of_saving(plan, left + (0 if model is None else host_bytes(model)))
+        _warn_of_checkpoints(plan, left + (0 if model is None else host_bytes(model)))
         return
     of_host = short.tier.in_host_memory and not short.key
     more = _PROCESS if short.tier is TierKind.HOST and not short.key else 0
@@ -171,35 +172,55 @@ def _construction(config: Config, missing: int, model_bytes: int) -> str:
     return f"construct the model {where}, which {free} (docs/large_models.md)"
 
 
-def saving_nbytes(plan: Plan) -> tuple[int, str]:
-    """Return the bytes of host memory that saving a checkpoint takes beside the plan, and the unit that takes them.
-
-    A save reads all states of a unit. Beside a remainder, it makes fp32 masters and writes a copy of them.
+def checkpoint_nbytes(plan: Plan) -> tuple[int, str]:
+    """Return the bytes of host memory that saving or loading a checkpoint takes beside the plan, and the unit that
+    needs most.
     """
-    extents, found = plan.placement.extents, [(0, "")]
-    for layout in plan.units:
-        nbytes = layout.nbytes
-        if (layout.index, State.OPTIM) in extents:
-            nbytes += extents[layout.index, State.OPTIM].nbytes * plan.ranks.shards
-            states = plan.policy.states(layout)
-            if isinstance(states, StateFormat) and any(kind.name == "remainder" for kind in states.states):
-                nbytes += 8 * layout.numel
-        found.append((nbytes, layout.name))
-    return max(found)
+    whole = plan.ranks.model_parallel > 1
+    found = ((_whole_nbytes if whole or unit.windows else _range_nbytes)(plan, unit) for unit in plan.units)
+    return max(zip(found, (unit.name for unit in plan.units), strict=True), default=(0, ""))
 
 
-def _warn_of_saving(plan: Plan, left: int) -> None:
-    """Log a warning if `left` bytes of host memory are too few to save a checkpoint, which copies of a durable run's
-    files do not need.
+def _range_nbytes(plan: Plan, unit: UnitLayout) -> int:
+    """Return the bytes for a range of a unit: to save, the states of all shards; to load, a shard's twice."""
+    start, stop = plan.placement.ranges(unit)[0]
+    numel, shards = stop - start, plan.ranks.shards
+    if not unit.trainable:
+        return numel * unit.dtype.itemsize * max(shards, 2) + (unit.stored_nbytes if unit.code is not None else 0)
+    states = plan.policy.states(unit)
+    assert isinstance(states, StateFormat)
+    kept = (kind for kind in states.states if kind.name not in MASTERS)
+    saved = 4 + sum(kind.dtype.itemsize / kind.per for kind in kept)
+    halves = 4 if unit.dtype == torch.bfloat16 else 0
+    on_disk = not plan.placement.of(unit.index, State.OPTIM).tier.in_memory
+    record = states.nbytes(min(plan.placement.tile_sizes[unit.index], unit.shard_numel)) if on_disk else 0
+    save, load = numel * (shards * saved + halves) + record, numel * (2 * saved + halves) + 2 * record
+    return round(max(save, load))
+
+
+def _whole_nbytes(plan: Plan, unit: UnitLayout) -> int:
+    """Return the bytes for all states of a unit. Beside a remainder, fp32 masters and a copy of them are made."""
+    nbytes = unit.nbytes
+    if plan.placement.holds(unit.index, State.OPTIM):
+        nbytes += plan.placement.of(unit.index, State.OPTIM).nbytes * plan.ranks.shards
+        states = plan.policy.states(unit)
+        if isinstance(states, StateFormat) and any(kind.name == "remainder" for kind in states.states):
+            nbytes += 8 * unit.numel
+    return nbytes
+
+
+def _warn_of_checkpoints(plan: Plan, left: int) -> None:
+    """Log a warning if `left` bytes of host memory are too few to save and load checkpoints. Those of a durable run are
+    copies of files.
     """
     if plan.update is None or (plan.io is not None and plan.io.durable is not None):
         return
-    needed, unit = saving_nbytes(plan)
+    needed, unit = checkpoint_nbytes(plan)
     if left < needed:
         logger.warning(
-            "saving a checkpoint takes up to %s of host memory, for the states of unit %s, and %s are left beside the "
-            "plan. If memory runs out, the kernel kills the process (exit status 137). Leave more memory, or set "
-            "infinity.durable, whose checkpoints are copies of files.",
+            "saving or loading a checkpoint takes up to %s of host memory, for states of unit %s, and %s are left "
+            "beside the plan. If memory runs out, the kernel kills the process (exit status 137). Leave more memory, "
+            "or set infinity.durable, whose checkpoints are copies of files.",
             show_bytes(needed),
             unit,
             show_bytes(max(0, left)),

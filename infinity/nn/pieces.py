@@ -52,14 +52,37 @@ class Piece:
             return None
         return slice(run[0] // per, -(-run[1] // per))
 
-    def parts(self, values: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element in the flattened tensor, part) for each contiguous part of the parameter's `values`."""
+    def runs(self, first: int, numel: int) -> Iterator[tuple[int, int]]:
+        """Yield (first element in the flattened tensor, number of elements) of each contiguous run of the parameter's
+        elements [first, first + numel), in order.
+        """
         if self.run is not None:
-            yield self.run[0], values
+            yield self.run[0] + first, numel
             return
         rows, columns = self.place
-        for row, part in zip(range(rows.start, rows.stop), values, strict=True):
-            yield row * self.shape[1] + columns.start, part
+        width = columns.stop - columns.start
+        while numel:
+            row, inside = divmod(first, width)
+            count = min(numel, width - inside)
+            yield (rows.start + row) * self.shape[1] + columns.start + inside, count
+            first, numel = first + count, numel - count
+
+    def spread(self, values: torch.Tensor, first: int, per: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (first value in the flattened state of the tensor, part) of each contiguous part of a state's `values`.
+
+        values: of the parameter's elements from number `first` on, which `per` elements share (`StateKind.per`).
+        """
+        if not self.place:
+            yield first // per, values
+        elif per > 1:
+            blocks = self.blocks(per)
+            assert blocks is not None, "`check_tiles` refuses such tiles"
+            yield blocks.start + first // per, values
+        else:
+            flat, done = values.reshape(-1), 0
+            for start, numel in self.runs(first, flat.numel()):
+                yield start, flat[done : done + numel]
+                done += numel
 
 
 class Pieces:

@@ -7,7 +7,7 @@ A unit is one contiguous, padded flat tensor of one dtype. Rank `r` of `world_si
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -233,6 +233,15 @@ class UnitLayout:
         ends = [0, *(slot.stop for slot in self.slots)]
         starts = [*(slot.offset for slot in self.slots), self.numel]
         return tuple((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
+
+    def slots_in(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (slot, start, stop) for each slot with elements in `flat[start:stop]`, and their range there."""
+        for number in range(self.slot_at(start), len(self.slots)):
+            slot = self.slots[number]
+            if slot.offset >= stop:
+                return
+            if max(start, slot.offset) < min(stop, slot.stop):
+                yield number, max(start, slot.offset), min(stop, slot.stop)
 
     def slot_at(self, offset: int) -> int:
         """Return the index of the slot at element `offset` of the flat tensor; in padding, of the slot before."""

@@ -31,6 +31,8 @@ EXTENT_ALIGNMENT = 64 << 10
 
 DISK_TILE = 1 << 20
 """Elements of a tile on nvme: six buffers of it are allocated, and larger ones are no faster."""
+RANGE = 1 << 20
+"""Elements that `shard_ranges` has in memory at once, if tiles on a disk are no larger."""
 WHOLE_SHARD = 1 << 40
 """Elements of a tile in memory, at least those of any shard: a unit is one call of the kernel."""
 
@@ -102,6 +104,21 @@ def unit_tiles(layout: UnitLayout, rank: int, tile_size: int, states: StateForma
     return found
 
 
+def shard_ranges(layout: UnitLayout, tile_size: int | None) -> list[tuple[int, int]]:
+    """Return the ranges [start, stop) of a shard's elements in which checkpoints read and write it, so that memory
+    holds a part of the unit: about `RANGE` elements of all shards. The same for every shard.
+
+    tile_size: elements of the tiles of optimizer states on a disk; None: they are in memory, or the unit is frozen.
+    """
+    numel = step = layout.shard_numel
+    # The records of whole parameters and the code of a shard are read at once.
+    if not layout.windows and layout.code is None:
+        # Parameters begin at a block with a checksum (in elements of a byte, so in all), states on a disk at a tile.
+        step = math.lcm(EXTENT_ALIGNMENT, tile_size or 1)
+        step *= max(1, RANGE // layout.world_size // step)
+    return [(start, min(start + step, numel)) for start in range(0, numel, step)]
+
+
 @dataclass(frozen=True)
 class Policy:
     """Tiers and formats of states, from the config. A budget may place states of some units in faster tiers."""
@@ -160,6 +177,11 @@ class Placement:
 
     def holds(self, unit: int, state: State) -> bool:
         return (unit, state) in self.extents
+
+    def ranges(self, layout: UnitLayout) -> list[tuple[int, int]]:
+        """Return the `shard_ranges` of a unit."""
+        on_disk = layout.trainable and not self.of(layout.index, State.OPTIM).tier.in_memory
+        return shard_ranges(layout, self.tile_sizes[layout.index] if on_disk else None)
 
     def spares_in(self, tier: TierKind) -> Mapping[Extent, Extent]:
         """Return extent → second slot of the extents in `tier` that have one."""

@@ -1,18 +1,13 @@
-"""Reads and writes the states of one unit as whole flat tensors on the host, over the tiers of all ranks.
-
-Reads and writes the optimizer states of one unit's shard by name, in the records of its tiles.
-
-A record in memory is read and written state by state, without a buffer. One on a disk is transferred whole, as its
-checksums and direct I/O require.
+"""Reads and writes the states of one unit as flat tensors on the host, over the tiers of all ranks: whole, or in ranges
+of each shard.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, cycle, tee
+from itertools import chain, tee
 
 import torch
 
@@ -20,9 +15,9 @@ from infinity.comm.communicator import Communicator
 from infinity.comm.side import SideChannel
 from infinity.optim.cpu_adam import join_master, split_master
 from infinity.optim.parameter_rule import round_master
-from infinity.plan.formats import Range, StateFormat, StateKind
+from infinity.plan.formats import StateFormat, StateKind
 from infinity.plan.layout import Slot, UnitLayout
-from infinity.plan.placement import Extent, Placement, State, Tile, tiles
+from infinity.plan.placement import Extent, Placement, State, tiles
 from infinity.plan.windows import RecordsFormat
 from infinity.tier_kind import TierKind
 from infinity.tiers import frozen
@@ -31,10 +26,7 @@ from infinity.tiers.device import Device
 from infinity.tiers.memory import PAGE, host_tensor, with_own_storage
 from infinity.tiers.transfer import Transfer
 from infinity.units.coded import encode, encode_edit
-
-_BUFFERS = 2
-_ZEROS = 16 << 20
-"""Bytes of zeros that are written at once."""
+from infinity.units.records import Records
 
 RECORDS = "records"
 Flats = dict[str, torch.Tensor]
@@ -47,95 +39,6 @@ Flats = dict[str, torch.Tensor]
 def flat_tensor(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a zeroed, page-aligned host tensor (numel,)."""
     return host_tensor(numel * dtype.itemsize).view(dtype)
-
-
-@dataclass(frozen=True)
-class Records:
-    """The records of a shard's tiles in an extent. shards: state name → values of the whole shard, in its format."""
-
-    tier: Tier
-    extent: Extent
-    states: StateFormat
-    tiles: Sequence[Tile]
-
-    def write(self, shards: Mapping[str, torch.Tensor]) -> None:
-        """Write all states. Those left out of `shards` become zero."""
-        if not self.tier.kind.in_memory:
-            return self._write_whole(shards)
-        for tile, ranges in self._ranges():
-            for name, place in ranges.items():
-                offset = tile.offset + place.first
-                if name in shards:
-                    self.tier.write(self.extent, _part(shards[name], place, tile).view(torch.uint8), offset).wait()
-                else:
-                    self._clear(offset, place.nbytes)
-
-    def read(self, shards: Mapping[str, torch.Tensor]) -> None:
-        """Fill `shards`, which has every state."""
-        if not self.tier.kind.in_memory:
-            return self._read_whole(shards)
-        for tile, ranges in self._ranges():
-            for name, place in ranges.items():
-                target = _part(shards[name], place, tile).view(torch.uint8)
-                self.tier.read(self.extent, target, tile.offset + place.first).wait()
-
-    def sync_masters(self, changed: torch.Tensor, values: torch.Tensor) -> None:
-        """Set the masters of `changed` elements, bool (shard_numel,), to `values`, (shard_numel,) of 16 bits."""
-        for tile, ranges in self._ranges():
-            part = slice(tile.start, tile.stop)
-            # An edit of one layer leaves most tiles alone, and each costs a read and a write.
-            if not changed[part].any():
-                continue
-            # A remainder of 0 makes the master equal to the edited parameter, without loss.
-            name = "remainder" if "remainder" in ranges else "master"
-            place = ranges[name]
-            offset, first, nbytes = tile.offset, place.first, tile.nbytes
-            if self.tier.kind.in_memory:
-                offset, first, nbytes = tile.offset + place.first, 0, place.nbytes
-            record = host_tensor(nbytes)
-            self.tier.read(self.extent, record, offset).wait()
-            field = record[first : first + place.nbytes].view(place.kind.dtype)
-            field[changed[part]] = 0 if name == "remainder" else values[part][changed[part]].float()
-            self.tier.write(self.extent, record, offset).wait()
-
-    def _write_whole(self, shards: Mapping[str, torch.Tensor]) -> None:
-        writing: deque[Transfer] = deque()
-        for (tile, ranges), buffer in zip(self._ranges(), self._buffers(), strict=False):
-            # The buffer that comes next is the one whose write was started first.
-            if len(writing) == _BUFFERS:
-                writing.popleft().wait()
-            for name, place in ranges.items():
-                field = place.of(buffer)
-                if name in shards:
-                    field.copy_(_part(shards[name], place, tile))
-                elif tile is self.tiles[-1]:
-                    field.zero_()  # buffers start as zeros; a shorter last tile lays its fields out differently
-            writing.append(self.tier.write(self.extent, buffer[: tile.nbytes], tile.offset))
-        while writing:
-            writing.popleft().wait()
-
-    def _read_whole(self, shards: Mapping[str, torch.Tensor]) -> None:
-        for (tile, ranges), buffer in zip(self._ranges(), self._buffers(), strict=False):
-            self.tier.read(self.extent, buffer[: tile.nbytes], tile.offset).wait()
-            for name, place in ranges.items():
-                _part(shards[name], place, tile).copy_(place.of(buffer))
-
-    def _clear(self, offset: int, nbytes: int) -> None:
-        zeros = host_tensor(min(nbytes, _ZEROS))
-        for start in range(0, nbytes, _ZEROS):
-            piece = zeros[: nbytes - start]
-            self.tier.write(self.extent, piece, offset + start).wait()
-
-    def _ranges(self) -> Iterator[tuple[Tile, dict[str, Range]]]:
-        return ((tile, self.states.ranges(tile.stop - tile.start)) for tile in self.tiles)
-
-    def _buffers(self) -> Iterator[torch.Tensor]:
-        return cycle([host_tensor(self.tiles[0].nbytes) for _ in range(_BUFFERS)])
-
-
-def _part(shard: torch.Tensor, place: Range, tile: Tile) -> torch.Tensor:
-    """Return the values of a tile in those of the whole shard."""
-    return shard[place.kind.part(tile.start, tile.stop)]
 
 
 @dataclass(frozen=True)
@@ -155,28 +58,36 @@ class UnitStates:
         edits: raise UsageError for frozen parameters that would be rounded. Raises ModelError if one of them has a code
         and is not finite.
         """
-        shards = {name: self.ranks.shard(flat) for name, flat in flats.items()}
-        if not layout.trainable:
-            if layout.code is not None:
-                encoded = encode(layout, layout.code, shards["param"], self.ranks.shard_rank, edited=edits)
-                self._write_stored(layout, encoded).wait()
-            else:
-                self._write_param(layout, shards["param"])
-            return
         if layout.windows:
             param, records = self._whole(layout, flats)
             self._write_param(layout, param)
             tier, extent = self._at(layout, State.OPTIM)
             tier.write(extent, records).wait()
             return
-        param = shards["master"]
+        shards = {name: self.ranks.shard(flat) for name, flat in flats.items()}
+        self.write_range(layout, 0, layout.shard_numel, shards, edits=edits)
+
+    def write_range(
+        self, layout: UnitLayout, start: int, stop: int, values: Mapping[str, torch.Tensor], *, edits: bool = False
+    ) -> None:
+        """Write elements [start, stop) of this rank's shard, one of `ranges`. values: state → the shard's values of
+        these elements. Otherwise as `write`.
+        """
+        if not layout.trainable:
+            if layout.code is not None:
+                encoded = encode(layout, layout.code, values["param"], self.ranks.shard_rank, edited=edits)
+                self._write_stored(layout, encoded).wait()
+            else:
+                self._write_param(layout, values["param"], start)
+            return
+        param, states = values["master"], dict(values)
         # The fp32 master is the parameter plus a remainder of 16 bits [Note: a master in 16 bits].
         if layout.dtype == torch.bfloat16:
-            halves = [flat_tensor(layout.shard_numel, dtype) for dtype in (layout.dtype, torch.int16)]
-            param, shards["remainder"] = halves
-            split_master(shards["master"], (param, shards["remainder"]))
-        self._write_param(layout, param)
-        self._records(layout).write(shards)
+            halves = [flat_tensor(stop - start, dtype) for dtype in (layout.dtype, torch.int16)]
+            param, states["remainder"] = halves
+            split_master(values["master"], (param, states["remainder"]))
+        self._write_param(layout, param, start)
+        self._records(layout).write(states, start, stop)
 
     def _whole(self, layout: UnitLayout, flats: Flats) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's shard of the parameters and of the records. Records left out are zero."""
@@ -201,28 +112,57 @@ class UnitStates:
 
     def read_shards(self, layout: UnitLayout) -> Flats:
         """Return the unit's states with only this rank's shards filled in."""
-        param = self._read_shard(layout)
-        flats = {"param": param}
-        if layout.windows:
-            # One read of the whole extent: windows have their gaps there too, and a save needs all of them.
-            form = RecordsFormat(layout)
-            flats[RECORDS] = host_tensor(form.shard_nbytes * layout.world_size)
-            tier, extent = self._at(layout, State.OPTIM)
-            tier.read(extent, self.ranks.shard(flats[RECORDS])).wait()
-            if layout.dtype == torch.float32:
-                flats["master"] = param
-        elif layout.trainable:
-            kinds = self._native(layout).states
-            flats = {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in kinds}
-            self._records(layout).read({name: self.ranks.shard(flat) for name, flat in flats.items()})
-            kept = flats.pop("remainder", None)
-            if kept is not None:
-                flats["master"] = flat_tensor(layout.numel, torch.float32)
-                self.ranks.shard(flats["master"]).copy_(join_master(self.ranks.shard(param), self.ranks.shard(kept)))
-            # An fp32 parameter is its own master, and is stored once.
-            elif layout.dtype == torch.float32:
-                flats["master"] = param
+        if not layout.windows:
+            return self.read_range(layout, 0, layout.shard_numel)
+        # One read of the whole extent: windows have their gaps there too, and a save needs all of them.
+        form = RecordsFormat(layout)
+        flats = {RECORDS: host_tensor(form.shard_nbytes * layout.world_size)}
+        tier, extent = self._at(layout, State.OPTIM)
+        tier.read(extent, self.ranks.shard(flats[RECORDS])).wait()
+        if layout.dtype == torch.float32:
+            flats["master"] = self._read_shard(layout)
         return flats
+
+    def ranges(self, layout: UnitLayout) -> list[tuple[int, int]]:
+        """Return the ranges [start, stop) of a shard's elements that `read_range` and `write_range` take, in order."""
+        return self.placement.ranges(layout)
+
+    def read_range(self, layout: UnitLayout, start: int, stop: int) -> Flats:
+        """Return elements [start, stop) of all shards, one of `ranges`, with only this rank's filled in.
+
+        Tensors are flat, with the values of the first shard, of the second, …
+        """
+        flats = self.zeros(layout, (stop - start) * layout.world_size)
+        self._fill(layout, start, stop, {name: self.ranks.shard(flat) for name, flat in flats.items()})
+        return flats
+
+    def read_own(self, layout: UnitLayout, start: int, stop: int) -> Flats:
+        """Return elements [start, stop) of this rank's shard, one of `ranges`, as `write_range` takes them."""
+        values = self.zeros(layout, stop - start)
+        self._fill(layout, start, stop, values)
+        return values
+
+    def zeros(self, layout: UnitLayout, numel: int) -> Flats:
+        """Return zeros for the states of `numel` elements, a multiple of `SLOT_ALIGNMENT`."""
+        return {kind.name: flat_tensor(kind.length(numel), kind.dtype) for kind in self.kinds(layout)}
+
+    def _fill(self, layout: UnitLayout, start: int, stop: int, values: Flats) -> None:
+        """Read elements [start, stop) of this rank's shard into `values`, which has the states of `kinds`."""
+        if not layout.trainable:
+            self._read_param(layout, values["param"], start)
+            return
+        states, names = dict(values), {kind.name for kind in self._native(layout).states}
+        # An fp32 parameter is its own master, and is stored once.
+        if layout.dtype == torch.float32:
+            self._read_param(layout, states.pop("master"), start)
+        # Masters are joined before they are sent, so that rank 0 needs no halves of the others.
+        if "remainder" in names:
+            states["remainder"] = flat_tensor(stop - start, torch.int16)
+        self._records(layout).read(states, start, stop)
+        if "remainder" in names:
+            param = flat_tensor(stop - start, layout.dtype)
+            self._read_param(layout, param, start)
+            join_master(param, states["remainder"], out=values["master"])
 
     def complete(self, flats: Flats) -> None:
         """Fill in the other ranks' shards. Collective. A `SideChannel` fills them in on rank 0 only."""
@@ -238,15 +178,21 @@ class UnitStates:
     def _read_shard(self, layout: UnitLayout) -> torch.Tensor:
         """Return (numel,) in the unit's dtype with only this rank's shard of the parameters filled in."""
         flat = flat_tensor(layout.numel, layout.dtype)
-        shard = self.ranks.shard(flat).view(torch.uint8)
+        self._read_param(layout, self.ranks.shard(flat))
+        return flat
+
+    def _read_param(self, layout: UnitLayout, values: torch.Tensor, start: int = 0) -> None:
+        """Fill `values`, in the unit's dtype, with elements of this rank's shard of the parameters from `start` on; of
+        those with a code, all.
+        """
+        memory = values.view(torch.uint8)
         tier, extent = self._at(layout, State.PARAM)
         if extent.code is None:
-            tier.read(extent, shard).wait()
-        else:
-            stored = extent.code.stored_in(shard)
-            tier.read(extent, stored).wait()
-            frozen.decode(extent.code, stored, shard)
-        return flat
+            tier.read(extent, memory, start * layout.dtype.itemsize).wait()
+            return
+        stored = extent.code.stored_in(memory)
+        tier.read(extent, stored).wait()
+        frozen.decode(extent.code, stored, memory)
 
     def kinds(self, layout: UnitLayout, slot: int = 0, updates: int = 0) -> tuple[StateKind, ...]:
         """Return the states of a parameter that `write` takes and `read` returns. updates: number of them so far, on
@@ -266,7 +212,7 @@ class UnitStates:
             if layout.dtype == torch.float32:
                 flats["master"] = flat_tensor(layout.numel, torch.float32)
             return flats
-        return {kind.name: flat_tensor(kind.length(layout.numel), kind.dtype) for kind in self.kinds(layout)}
+        return self.zeros(layout, layout.numel)
 
     def of_slot(self, layout: UnitLayout, flats: Flats, slot: int, updates: int) -> Flats:
         """Return views of a parameter's states, by name, in their saved shapes. `kinds` gives their order."""
@@ -323,9 +269,9 @@ class UnitStates:
         assert layout.code is not None
         encode_edit(layout, layout.code, flat.view(torch.uint8), 0, self.device)
 
-    def _write_stored(self, layout: UnitLayout, stored: torch.Tensor) -> Transfer:
+    def _write_stored(self, layout: UnitLayout, stored: torch.Tensor, offset: int = 0) -> Transfer:
         tier, extent = self._at(layout, State.PARAM)
-        return tier.write(extent, stored)
+        return tier.write(extent, stored, offset)
 
     def sync_masters_from_edit(self, layout: UnitLayout, shard: torch.Tensor) -> None:
         """Set the masters of 16-bit parameters that were edited to the edited values.
@@ -367,14 +313,14 @@ class UnitStates:
         cut = tiles(layout.shard_numel, self.placement.tile_sizes[layout.index], states)
         return Records(*self._at(layout, State.OPTIM), states, cut)
 
-    def _write_param(self, layout: UnitLayout, shard: torch.Tensor) -> None:
-        """Write this rank's shard of the parameters, (shard_numel,) in the unit's dtype or fp32."""
+    def _write_param(self, layout: UnitLayout, shard: torch.Tensor, start: int = 0) -> None:
+        """Write elements of this rank's shard of the parameters from `start` on, in the unit's dtype or fp32."""
         aligned = shard
         # Direct I/O needs aligned memory, and a shard begins anywhere in the flat tensor.
         if shard.dtype != layout.dtype or shard.data_ptr() % PAGE:
             aligned = flat_tensor(shard.numel(), layout.dtype)
             aligned.copy_(shard)
-        self.write_back(layout, aligned.view(torch.uint8)).wait()
+        self._write_stored(layout, aligned.view(torch.uint8), start * layout.dtype.itemsize).wait()
 
     def _at(self, layout: UnitLayout, state: State) -> tuple[Tier, Extent]:
         extent = self.placement.of(layout.index, state)

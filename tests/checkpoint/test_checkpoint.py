@@ -20,9 +20,10 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.checkpoint import writer
 from infinity.checkpoint.export import export
 from infinity.checkpoint.format import persistent_buffers, read_index
+from infinity.checkpoint.piecewise import PiecewiseFile
+from infinity.checkpoint.tensors import FileRecord
 from infinity.engine.training import TrainingEngine
 from infinity.errors import CheckpointError, UsageError
 from infinity.optim.moments import moment_to_fp32
@@ -283,18 +284,18 @@ def test_the_error_of_a_damaged_pickle_is_one_line_of_plain_text(tmp_path: Path,
 def test_a_save_that_fails_leaves_the_former_one_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    real, calls = writer.write_tensors, []
+    real, calls = PiecewiseFile.finish, []
 
-    def failing(*arguments: Any, **options: Any) -> Any:
+    def failing(file: PiecewiseFile) -> FileRecord:
         calls.append(1)
         if len(calls) == 3:
             raise error
-        return real(*arguments, **options)
+        return real(file)
 
     with engine_of() as engine:
         train(engine, BATCHES[:1])
         engine.save_checkpoint(tmp_path, "a")
-        monkeypatch.setattr(writer, "write_tensors", failing)
+        monkeypatch.setattr(PiecewiseFile, "finish", failing)
         train(engine, BATCHES[1:2])
         with pytest.raises(CheckpointError if isinstance(error, OSError) else KeyboardInterrupt):
             engine.save_checkpoint(tmp_path, "a")

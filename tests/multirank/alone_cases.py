@@ -33,15 +33,15 @@ def _fail(*_: Any, **__: Any) -> Any:
 
 
 def _fail_in_the_last_unit(patch: pytest.MonkeyPatch, units: int) -> None:
-    write, written = UnitStates.write, []
+    write, written = UnitStates.write_range, []
 
-    def limited(states: UnitStates, layout: Any, flats: Any) -> None:
+    def limited(states: UnitStates, layout: Any, *given: Any, **options: Any) -> None:
         written.append(layout.index)
         if len(written) == units:
             _fail()
-        write(states, layout, flats)
+        write(states, layout, *given, **options)
 
-    patch.setattr(UnitStates, "write", limited)
+    patch.setattr(UnitStates, "write_range", limited)
 
 
 def construct(folder: str, patch: pytest.MonkeyPatch, fails: bool) -> None:

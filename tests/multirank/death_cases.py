@@ -57,13 +57,13 @@ def left_alone(rank: int, *, folder: str, where: str, how: str, stage: int) -> d
     config = engine_config(*places, folder=folder, micro=SAMPLES, stage=stage, rank_timeout=TIMEOUT)
     model = seeded(Stack)
     step = 0
-    read = UnitStates.read_shards
+    read = UnitStates.read_range
 
     def end(at: str) -> None:
         if last and step == 2 and at == where:
             WAYS[how]()
 
-    def read_shards(*given: Any) -> Flats:
+    def read_range(*given: Any) -> Flats:
         end("save")
         end("background save")
         return read(*given)
@@ -72,7 +72,7 @@ def left_alone(rank: int, *, folder: str, where: str, how: str, stage: int) -> d
     model.blocks[3].register_full_backward_hook(lambda *_: end("backward"))
     said = {"raised": "", "stopped": ""}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UnitStates, "read_shards", read_shards)
+        patch.setattr(UnitStates, "read_range", read_range)
         engine = infinity.initialize(model=model, config=config, device=CpuDevice())[0]
         try:
             for step, batch in enumerate(token_batches(6, batch=SAMPLES, seed=rank)):

@@ -5,12 +5,13 @@ not read. So every update of the step that follows meets a unit that is not save
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
-import torch
 
 from infinity.checkpoint.background import Saving
+from infinity.checkpoint.piecewise import PiecewiseFile
+from infinity.checkpoint.tensors import Spec
 from infinity.checkpoint.writer import Writer
 from infinity.tiers.transfer import Transfer
 
@@ -50,21 +51,22 @@ class Pace:
         self._changed = threading.Condition()
         self._asked: list[Transfer] = []
         self._awaited: list[Transfer] = []
-        copied, write = Saving.snapshot_read, Writer.write
+        copied, piecewise = Saving.snapshot_read, Writer.piecewise
 
         def watched(saving: Saving, unit: int) -> Transfer:
             transfer = copied(saving, unit)
             self._asked.append(transfer)
             return Watched(transfer, lambda: self._note(unit, transfer))
 
-        def slowly(writer: Writer, file: str, tensors: dict[str, torch.Tensor]) -> None:
-            if threading.current_thread().name == "infinity-save" and file.startswith("unit-"):
+        def slowly(writer: Writer, file: str, specs: Mapping[str, Spec]) -> PiecewiseFile:
+            is_new = not (writer.folder / file).exists()
+            if is_new and threading.current_thread().name == "infinity-save" and file.startswith("unit-"):
                 self.saved.append(int(file[5:10]))
                 self._hold()
-            write(writer, file, tensors)
+            return piecewise(writer, file, specs)
 
         monkeypatch.setattr(Saving, "snapshot_read", watched)
-        monkeypatch.setattr(Writer, "write", slowly)
+        monkeypatch.setattr(Writer, "piecewise", slowly)
 
     def free(self) -> None:
         """End the pauses."""

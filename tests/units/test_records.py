@@ -12,8 +12,8 @@ from infinity.tier_kind import TierKind
 from infinity.tiers.device import CpuDevice
 from infinity.tiers.slab import SlabTier
 from infinity.tiers.transfer import Transfer
-from infinity.units import states
-from infinity.units.states import Records
+from infinity.units import records
+from infinity.units.records import Records
 from support.late_disk import LateTransfer
 
 NUMEL = 4 * 4096 + 2048
@@ -74,7 +74,7 @@ def test_states_are_read_as_written(tile_size: int, kind: type[SlabTier], moment
 
 @pytest.mark.parametrize(("tile_size", "kind"), CASES)
 def test_states_left_out_become_zero(tile_size: int, kind: type[SlabTier], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "_ZEROS", 4096)
+    monkeypatch.setattr(records, "_ZEROS", 4096)
     one = records_of(tile_size, kind)
     values = values_of(one)
     one.write({"remainder": values["remainder"]})
@@ -107,6 +107,6 @@ def test_records_in_memory_take_no_buffers(monkeypatch: pytest.MonkeyPatch) -> N
     def refuse(nbytes: int) -> torch.Tensor:
         raise AssertionError(f"a buffer of {nbytes} bytes")
 
-    monkeypatch.setattr(states, "host_tensor", refuse)
+    monkeypatch.setattr(records, "host_tensor", refuse)
     one.write(values)
     assert all(torch.equal(value, values[name]) for name, value in read(one).items())
