@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from infinity.checkpoint.committed import open_shards
-from infinity.checkpoint.format import BUFFERS, INDEX, Index, find, key, read_index
+from infinity.checkpoint.format import BUFFERS, INDEX, LATEST, Index, find, key, read_index
 from infinity.checkpoint.saved import check_contents, check_files
 from infinity.checkpoint.tensors import WEIGHTS, WEIGHTS_INDEX, Spec, parts_of, spec_of, write_tensors
 from infinity.checkpoint.writer import appearing, check_out
@@ -51,7 +51,8 @@ def with_dtype(file: Path, dtypes: Mapping[str, torch.dtype]) -> bytes:
         examples = ", ".join(f"{name} is {_named(dtype)}" for dtype, name in first_names.items())
         raise UsageError(
             f"the parameters compute in several dtypes ({examples}), but {CONFIG} holds one, to which from_pretrained "
-            "casts all of them. Choose it with --dtype (dtype=), or export without --config-from (config_from=)."
+            "casts all of them. Choose it with --dtype (dtype=), or pass --config-from (config_from=) a folder without "
+            f"{CONFIG}."
         )
     for dtype in first_names:
         _set(config, _named(dtype))
@@ -79,6 +80,8 @@ def _named(dtype: torch.dtype) -> str:
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _METADATA = {"format": "pt"}
 """transformers refuses files without this entry."""
+_OF_THE_RUN = (LATEST, "trainer_state.json", "zero_to_fp32.py")
+"""Files that a Trainer writes beside a checkpoint, and that belong to no model."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 
 Step = Callable[[float, str], None]
@@ -146,6 +149,14 @@ def export(
         if config is not None:
             (incomplete / CONFIG).write_bytes(config)
     return out
+
+
+def config_beside(checkpoint: Path) -> Path | None:
+    """Return the folder with the config.json that a Trainer writes beside a checkpoint: `checkpoint`, or the one above
+    the folder of a tag. None if there is none.
+    """
+    folders = [checkpoint, *([checkpoint.absolute().parent] if (checkpoint / INDEX).is_file() else [])]
+    return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
 
 
 def _check_quantised(index: Index) -> None:
@@ -217,7 +228,8 @@ def _others(folder: Path) -> list[Path]:
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder: pass one with the model's config.json")
-    found = sorted(path for path in folder.iterdir() if path.is_file() and not path.name.endswith(_WEIGHT_SUFFIXES))
+    files = (path for path in folder.iterdir() if path.is_file() and path.name not in _OF_THE_RUN)
+    found = sorted(path for path in files if not path.name.endswith(_WEIGHT_SUFFIXES))
     real = folder.resolve()
     within = [real, real.parents[1] / "blobs"] if real.parent.name == "snapshots" else [real]
     for path in found:

@@ -47,10 +47,11 @@ def run_export(
     if limit == 0:
         fail("--max-shard-size must be more than 0 bytes", USAGE)
     with one_line_errors():
-        from infinity.checkpoint.export import DTYPES, export
+        from infinity.checkpoint.export import CONFIG, DTYPES, config_beside, export
 
         if dtype is not None:
             check_one_of("--dtype", dtype, list(DTYPES))
+        others = config_from or config_beside(checkpoint)
         with progress(shown=True) as step:
             export(
                 checkpoint,
@@ -58,11 +59,15 @@ def run_export(
                 tag=tag,
                 dtype=dtype,
                 max_shard_size=limit,
-                config_from=config_from,
+                config_from=others,
                 verify=verify,
                 step=step,
             )
         _say_written(out, out.glob("*.safetensors"))
+        if config_from is None and others is not None:
+            note(f"{CONFIG} and other files of the model were copied from {printable(others)}")
+        elif not (out / CONFIG).is_file():
+            note(f"{out} has no {CONFIG}, which from_pretrained needs: pass --config-from FOLDER to copy one")
 
 
 def run_import(checkpoint: Path, out: Path, tag: str | None, optimizer: str | None) -> None:

@@ -451,7 +451,11 @@ def export(
         str, typer.Option(help="Largest size of a file; a larger tensor gets a file of its own.")
     ] = "5GB",
     config_from: Annotated[
-        Path | None, typer.Option(help="Hugging Face folder to copy config.json, tokenizer and the like from.")
+        Path | None,
+        typer.Option(
+            help="Hugging Face folder to copy config.json, tokenizer and the like from; by default that of a Trainer's "
+            "checkpoint."
+        ),
     ] = None,
     verify: Annotated[bool, typer.Option(help="First read the whole checkpoint and compare its checksums.")] = True,
 ) -> None:

@@ -187,6 +187,25 @@ def test_the_command(tmp_path: Path) -> None:
     commands.refused(2, "--max-shard-size", "export", tmp_path / "saved", tmp_path / "new", "--max-shard-size", "0")
 
 
+@pytest.mark.parametrize("tag", ["", "global_step0"])
+def test_the_command_copies_the_config_beside_a_trainers_checkpoint(tag: str, tmp_path: Path) -> None:
+    """Without a config.json, from_pretrained would build its class's default model."""
+    saved_engine(tmp_path / "checkpoint-5").close()
+    (folder,) = (path for path in (tmp_path / "checkpoint-5").iterdir() if path.is_dir())
+    folder.rename(folder.with_name("global_step0"))
+    (tmp_path / "checkpoint-5" / "latest").write_text("global_step0")
+    source = tmp_path / "checkpoint-5" / tag
+    result = commands.run("export", source, tmp_path / "without")
+    assert result.exit_code == 0 and "has no config.json, which from_pretrained needs" in result.stderr
+    for name in ("config.json", "tokenizer.json", "trainer_state.json", "optimizer.pt"):
+        (tmp_path / "checkpoint-5" / name).write_text("{}")
+    result = commands.run("export", source, tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "were copied from" in result.stderr
+    names = ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+
+
 CONFIG: dict[str, Any] = {
     "model_type": "both",
     "dtype": "float32",
