@@ -107,7 +107,7 @@ class _Job:
 def run(flags: Flags) -> None:
     """Print the prediction. Exits with 1 if the model does not fit."""
     with one_line_errors(), warnings_as_notes():
-        job = _job(flags)
+        job = _measured(flags, _job(flags))
         if flags.max_model:
             _say_largest(flags, job)
             return
@@ -135,6 +135,18 @@ def run(flags: Flags) -> None:
         else:
             say(*shown(found, job.machine, notes), *striping(job.config))
     raise typer.Exit(FAILED if found.needs.limits else 0)
+
+
+def _measured(flags: Flags, job: _Job) -> _Job:
+    """Return the job of a model of transformers with the memory of a process that was measured here, unless bandwidths
+    have it. transformers imports libraries that it finds, so it cannot be assumed.
+    """
+    if flags.model is None or job.links is not None or job.machine.gpus:
+        return job
+    from infinity.cli.links.bench import baseline_rss
+
+    nbytes = baseline_rss()
+    return replace(job, make=lambda: replace(job.make(), process=nbytes, is_process_measured=True))
 
 
 def _busy() -> Iterator[str]:

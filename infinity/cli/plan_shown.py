@@ -68,9 +68,12 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
                 yield f"  waits for {name_of_wait(lane, found.plan.ranks.size)}: {seconds:.3g} s"
         yield from _moved(found, seen)
     else:
+        nbytes = show_bytes(needs.tiers[TierKind.HOST]["processes"])
+        process, both = f"{nbytes} are assumed for Python and torch, and more for other libraries", "both"
+        if found.is_process_measured:
+            process, both = f"{nbytes} were measured here, with transformers and the libraries that it finds", "it"
         yield (
-            f"processes: {show_bytes(needs.tiers[TierKind.HOST]['processes'])} are assumed for Python and torch, and "
-            "more for other libraries; the step time is not known. Measure both with infinity bench-links, and pass "
+            f"processes: {process}; the step time is not known. Measure {both} with infinity bench-links, and pass "
             "--bandwidths"
         )
     for line in found.advice:

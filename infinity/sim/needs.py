@@ -145,6 +145,20 @@ class Savings:
     """Change, memory of a rank that is still lacking → further changes, of states and buffers, the best first."""
 
 
+def construction(needs: Needs, nbytes: int) -> Iterator[str]:
+    """Yield the change without which the run fits and its start, with a model in memory, does not. nbytes: of its
+    parameters.
+    """
+    host, more = TierKind.HOST, nbytes * needs.ranks
+    lacking = needs.peak[host] - needs.tiers[host]["activations"] + more - needs.available[host]
+    if not needs.limits and lacking > 0:
+        yield (
+            "construct the model on the meta device or in infinity.Init (docs/large_models.md). In memory, its "
+            f"parameters take {show_bytes(more)} until the engine has stored them, and {show_bytes(lacking)} of that "
+            "do not fit"
+        )
+
+
 def advice(start: Variant, savings: Savings) -> Iterator[str]:
     """Yield, for each limit of `infinity.memory` and each tier that is exceeded, the bytes it lacks and the changes
     with which the plan would fit; and those that would leave the reserve.

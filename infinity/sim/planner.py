@@ -28,7 +28,7 @@ from infinity.sim.device import DeviceFacts, Times
 from infinity.sim.fewer import fewer_activations
 from infinity.sim.gpt2 import WITH_COMPILER, PlannedModel
 from infinity.sim.machine import Links, Machine
-from infinity.sim.needs import Needs, Savings, Variant, advice, needs_of
+from infinity.sim.needs import Needs, Savings, Variant, advice, construction, needs_of
 from infinity.sim.ranks import Ranks
 from infinity.sim.simulate import Simulation, simulate
 from infinity.tier_kind import TierKind
@@ -62,6 +62,8 @@ class Prediction:
     """None: bandwidths are unknown, so there are no seconds."""
     is_measured: bool = False
     """True: the model's operations were timed on this machine."""
+    is_process_measured: bool = False
+    """True: so was the memory of a process, without bandwidths."""
     wear: Wear | None = None
     """None: a step writes nothing to a drive, or is not simulated."""
 
@@ -119,6 +121,7 @@ def predict(
         _check_flops(config, links)
     model = make()
     parameters = sum(parameter.numel() for parameter in model.module.parameters())
+    constructed = sum(parameter.nbytes for parameter in model.module.parameters())
     simulation, plan, needs = _needed(model, config, machine, links, times, train_batch=train_batch)
     budget = machine.budget(config)
 
@@ -135,7 +138,7 @@ def predict(
             variant.config, variant.plan, budget, short, replan, partial(_lacks, short)
         ),
     )
-    found, wear = list(advice(Variant("", needs, plan, config), savings)), None
+    found, wear = [*advice(Variant("", needs, plan, config), savings), *construction(needs, constructed)], None
     if simulation is not None and links is not None:
         wear = wear_of(simulation, machine.ranks_per_node, endurance)
         again = partial(_again, make, machine, links, times)
@@ -161,6 +164,7 @@ def predict(
         advice=found,
         simulation=simulation,
         is_measured=simulation is not None and times is not None,
+        is_process_measured=model.is_process_measured,
         wear=wear,
     )
 

@@ -358,8 +358,10 @@ def test_layers_that_exceed_a_device_fit_in_tiles() -> None:
     assert found["fits"] and found["tiers"]["nvme"]["optimizer"] > 10**11
 
 
-def test_models_of_transformers_are_planned(tmp_path: Path) -> None:
+def test_models_of_transformers_are_planned(rates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a process is measured, unless bandwidths have it."""
     pytest.importorskip("transformers")
+    monkeypatch.setattr("infinity.cli.links.bench.baseline_rss", lambda: 456_000_000)
     (tmp_path / "config.json").write_text(
         json.dumps(
             {
@@ -374,8 +376,23 @@ def test_models_of_transformers_are_planned(tmp_path: Path) -> None:
             }
         )
     )
-    found = planned("--model", tmp_path, "--seq-length", "32", "--batch-size", "2", *MEMORY)
+    options = ("--model", tmp_path, "--seq-length", "32", "--batch-size", "2", *MEMORY)
+    found = planned(*options)
     assert found["fits"] and found["tiers"]["host"]["activations"] > 0
+    assert found["tiers"]["host"]["processes"] == 456_000_000
+    assert "456 MB were measured here" in " ".join(run("plan", *options).stdout.split())
+    for known, nbytes in ((("--bandwidths", rates), 200_000_000), (("--gpus", "1", "--device-memory", "8GiB"), None)):
+        assert planned(*options, *known)["tiers"]["host"]["processes"] == (nbytes or 1_360_000_000)
+
+
+@pytest.mark.parametrize("share", [1.06, 1.5])
+def test_a_model_that_has_to_be_constructed_without_memory(share: float) -> None:
+    """The run fits, and a model in memory beside its buffers does not."""
+    shape = ("--num-layers", "12", "--hidden-size", "512", "--num-attention-heads", "8", *SHAPE[6:])
+    host = round(share * planned(*shape, *MEMORY)["peak_host_bytes"])
+    after = planned(*shape, "--host-memory", host, *MEMORY[2:])
+    said = any(line.startswith("construct the model on the meta device") for line in after["advice"])
+    assert after["fits"] and said == (share < 1.5)
 
 
 def test_activations_on_nvme_are_listed_there_and_counted_in_the_bytes_of_a_day(rates: Path, tmp_path: Path) -> None:
