@@ -9,6 +9,7 @@ reports and moves affect memory only, never a result.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
@@ -229,7 +230,8 @@ def bytes_in_memory(config: Config) -> int:
 class Init:
     """Build a model in the memory of a few units: `with infinity.Init(config): model = Model(...)`.
 
-    config: the config that `infinity.initialize` gets: a dict, the path of a JSON file, or a Config.
+    config: the config that `infinity.initialize` gets: a dict, the path of a JSON file, or a Config; also one for a
+    Trainer, with "auto".
 
     The model's own code builds the model on the CPU. The result is bit-identical to a model built without Init. Any
     code may read and edit its parameters, in the block and after it.
@@ -248,9 +250,10 @@ class Init:
     """
 
     def __init__(self, config: Config | dict[str, Any] | str | PathLike[str]) -> None:
-        from infinity.config import Config  # here, since pydantic takes as long to import as the engine
+        from infinity.config import Config, Fill  # here, since pydantic takes as long to import as the engine
 
-        config = Config.load(config)
+        # Of a Trainer's config, "auto" has no value yet; none is used here.
+        config = Config.load(config, fill=Fill(total_num_steps=sys.maxsize))
         self._folders = config.zero_optimization.nvme_paths
         self._most = self._kept = bytes_in_memory(config)
         self._hooks: list[Any] = []

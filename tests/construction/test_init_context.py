@@ -179,7 +179,12 @@ def test_a_config_in_every_form(tmp_path: Path) -> None:
     }
     path = tmp_path / "engine.json"
     path.write_text(json.dumps(raw))
-    for config in (raw, path, str(path), Config.load(raw)):
+    schedules = [{"total_num_steps": "auto", "warmup_num_steps": steps} for steps in ("auto", 5)]
+    for_trainers = [
+        {**raw, "train_micro_batch_size_per_gpu": "auto", "scheduler": {"type": "WarmupDecayLR", "params": schedule}}
+        for schedule in schedules
+    ]
+    for config in (raw, path, str(path), Config.load(raw), *for_trainers):
         with infinity.Init(config=config):
             model = seeded(Stack)
         assert kept(model.parameters()) > 0.7
