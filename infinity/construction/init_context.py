@@ -252,7 +252,7 @@ class Init:
     def __init__(self, config: Config | dict[str, Any] | str | PathLike[str]) -> None:
         from infinity.config import Config, Fill  # here, since pydantic takes as long to import as the engine
 
-        # Of a Trainer's config, "auto" has no value yet; none is used here.
+        # "auto" has no value before a Trainer's `train`, and none is used here.
         config = Config.load(config, fill=Fill(total_num_steps=sys.maxsize))
         self._folders = config.zero_optimization.nvme_paths
         self._most = self._kept = bytes_in_memory(config)
