@@ -30,6 +30,9 @@ _FREED_OF_ACTIVATIONS, _FREED_OF_PEAK = 2, 0.5
 """Shares that glibc keeps in freed blocks at most: 1.8 times the activations and 0.39 of the peak were measured."""
 _SHRINKS = 3
 """Divisor of the buffers' bytes: halved units free 0.37 to 0.82 of them, as their largest parameters do not shrink."""
+_OF_BACKWARD = 2
+"""Gradients of the largest parameter that are kept free for the loss and backward: a tied embedding has three at once,
+and the loss of a language model takes a few copies of its logits."""
 _SEVERAL = 300_000_000
 """Bytes of activations from which files are advised, which need buffers of their own and 256 MiB of the drive."""
 
@@ -58,12 +61,14 @@ class Planned:
 
     units: of the model. largest: bytes of the largest unit, if a lower infinity.unit_size divides it; else 0.
     buffers: bytes of host memory for units and their gradients. saves_on_nvme: activations are written to nvme.
+    gradient: bytes of the largest parameter's gradient, which autograd allocates in host memory; 0: it allocates none.
     """
 
     units: int = 1
     largest: int = 0
     buffers: int = 0
     saves_on_nvme: bool = False
+    gradient: int = 0
 
     @classmethod
     def of(cls, plan: Plan) -> Planned:
@@ -73,7 +78,10 @@ class Planned:
         pools = (UNITS, GRADIENTS, GRADIENTS_TO_REDUCE, GRADIENT_SHARDS)
         held = (pool.nbytes for pool in plan.pools if pool.name in pools and plan.in_host_memory(pool.tier))
         saves_on_nvme = plan.activations is not None and plan.activations.tier is TierKind.NVME
-        return cls(len(plan.units), largest.nbytes if has_parts else 0, sum(held), saves_on_nvme)
+        trained = [layout for layout in plan.units if layout.trainable and plan.device.host_addressable]
+        gradients = (slot.numel * layout.dtype.itemsize for layout in trained for slot in layout.slots)
+        largest_unit = largest.nbytes if has_parts else 0
+        return cls(len(plan.units), largest_unit, sum(held), saves_on_nvme, max(gradients, default=0))
 
 
 class Headroom:
@@ -124,7 +132,7 @@ class Headroom:
             return_freed_blocks()
             return_freed_memory()
             left = available_memory()
-        if self._warned or left >= grown + _LEAST:
+        if self._warned or left >= grown + _LEAST + _of_backward(use, self._planned):
             return
         # Once: a step that memory does not hold would repeat it for each unit.
         self._warned = True
@@ -178,6 +186,8 @@ def warning(use: Use, left: int, grown: int, more: int | None, planned: Planned)
         count = planned.units - use.done
         units = "the last unit takes" if count == 1 else f"the {count} units left take"
         taken += f", mostly activations, and needs about {_rounded(more)} more if {units} as much as those before"
+    if use.within is Pass.FORWARD and planned.gradient:
+        taken += f". Backward takes more: the largest gradient alone has {show_bytes(planned.gradient)}"
     *others, last = _remedies(use, grown, more, planned)
     remedies = f"{', '.join(others)} or {last}"
     return (
@@ -192,6 +202,11 @@ def _keeps(use: Use, planned: Planned) -> bool:
     return use.within is Pass.FORWARD and not planned.saves_on_nvme
 
 
+def _of_backward(use: Use, planned: Planned) -> int:
+    """Return the bytes that the backward of a forward takes beside its activations."""
+    return _OF_BACKWARD * planned.gradient if use.within is Pass.FORWARD else 0
+
+
 def _remedies(use: Use, grown: int, more: int | None, planned: Planned) -> list[str]:
     """Return changes, the most effective first. Arguments: as of `warning`."""
     found = ["Lower the micro-batch", "shorten the sequences"]
@@ -200,6 +215,7 @@ def _remedies(use: Use, grown: int, more: int | None, planned: Planned) -> list[
         found.append("checkpoint activations (torch.utils.checkpoint)")
     # The loss and backward follow a forward. Other passes need about as much again, and no more for each unit.
     short = (None if more is None else 2 * more) if _keeps(use, planned) else grown
+    short = None if short is None else short + _of_backward(use, planned)
     if planned.largest and short is not None and short <= planned.buffers // _SHRINKS:
         half = format_size(1 << max(12, (planned.largest // 2).bit_length() - 1))
         largest = show_bytes(planned.largest)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from infinity.config import Config
+from infinity.engine.budget import plan_units
 from infinity.observe.log import logger
+from infinity.plan.budget import Budget
+from infinity.plan.policy import RankInfo
 from infinity.tiers import headroom
+from infinity.tiers.device import CpuDevice
 from infinity.tiers.headroom import Headroom, Pass, Planned, Use, warning
 
 MIB = 1 << 20
@@ -113,3 +119,36 @@ def test_a_backward_is_advised_by_what_it_has_just_taken() -> None:
 def test_an_evaluation_has_no_activations_to_move() -> None:
     text = warning(use("a", 3, within=Pass.WITHOUT_GRAPH), 0, MIB, None, Planned(14))
     assert ". Lower the micro-batch or shorten the sequences." in text and "activations" not in text
+
+
+@pytest.mark.parametrize(("spare", "is_announced"), [(0, False), (-1, True)])
+def test_what_backward_takes_has_to_be_left_in_a_forward(
+    spare: int, is_announced: bool, machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two gradients of the largest parameter, beside as much as the last unit took and 16 MiB."""
+    machine.left = 20 + 20 + 16 + 2 * 100 + spare
+    found = Headroom(Planned(14, gradient=100 * MIB))
+    found.look(use("a"))
+    machine.take(20)
+    found.look(use("b", 1))
+    said = "The model has just taken 20.97 MB. Backward takes more: the largest gradient alone has 105 MB. If"
+    assert (said in caplog.text) is is_announced
+
+
+def test_what_backward_takes_is_not_left_again_in_backward(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine.left = 60
+    found = Headroom(Planned(14, gradient=100 * MIB))
+    found.look(use("a", within=Pass.BACKWARD))
+    machine.take(20)
+    found.look(use("b", 1, within=Pass.BACKWARD))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_largest_gradient_is_that_of_a_trained_parameter(frozen: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(1000, 8), torch.nn.Linear(8, 8))
+    model[0].requires_grad_(not frozen)
+    config = Config.load({"train_batch_size": 1, "bf16": {"enabled": True}})
+    groups = [{"params": [*model.parameters()]}]
+    plan = plan_units(model, config, groups, RankInfo(), CpuDevice().info, Budget())[1]
+    assert Planned.of(plan).gradient == (2 * 64 if frozen else 2 * 8000)
