@@ -53,8 +53,10 @@ class StepReports:
 
     def __init__(self, config: Config, monitor: Monitor, ledger: Ledger, device: Device, *, main: bool) -> None:
         self.monitor = monitor
-        self.losses: list[tuple[torch.Tensor, int]] = []
+        self._losses: list[tuple[torch.Tensor, int]] = []
         """Loss and divisor of the step's calls of `engine.backward`; collected for monitors only."""
+        self._last: torch.Tensor | None = None
+        self._backwards = 0
         self._ledger = ledger
         self._recorder = device.recorder
         self._clock = StepClock(device.torch_device) if config.wall_clock_breakdown and main else None
@@ -69,13 +71,23 @@ class StepReports:
         """True if `step` has something to report."""
         return self.monitor.enabled or self._clock is not None
 
-    def known_losses(self, backwards: int) -> list[tuple[torch.Tensor, int]]:
+    def add_loss(self, loss: torch.Tensor, divisor: int) -> None:
+        """Collect the loss of a call of `engine.backward`."""
+        self._last, self._backwards = loss.detach(), self._backwards + 1
+        if self.monitor.enabled:
+            self._losses.append((self._last, divisor))
+
+    def known_losses(self, backwards: int) -> Losses:
         """Return the step's losses if all its `backwards` were calls of `engine.backward`, else nothing."""
-        return self.losses if len(self.losses) == backwards else []
+        return self._losses if len(self._losses) == backwards else []
+
+    def last_loss(self, backwards: int) -> torch.Tensor | None:
+        """Return the last loss of the step, or None if not all its `backwards` were calls of `engine.backward`."""
+        return self._last if self._backwards == backwards else None
 
     def forget_losses(self) -> None:
         """Begin another step."""
-        self.losses = []
+        self._losses, self._last, self._backwards = [], None, 0
 
     def around(self, called: nn.Module, model: nn.Module, steps: Callable[[], int]) -> Forward:
         """Return `called`, which runs `model`, with its measurements; `called` itself if there are none.

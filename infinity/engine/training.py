@@ -115,7 +115,6 @@ class TrainingEngine(CheckpointingEngine):
         self._grad_norm = GradNorm()
         self._first_batches = FirstBatches(ranks)
         self._warns_of_sums = ranks.is_main_rank and self.batch.accumulation > 1
-        self._loss = torch.tensor(math.nan)
         self._loss_reader = None if seam.host_addressable else LossReader(seam)
         assert parts.training is not None
         self.updates = parts.training
@@ -164,10 +163,8 @@ class TrainingEngine(CheckpointingEngine):
         accumulation = self.batch.accumulation if scale_wrt_gas else 1
         with self._checked(loss), self.failing():
             self._scaled(loss, accumulation).backward(retain_graph=retain_graph)
-        self._loss = loss.detach()
+        self._reports.add_loss(loss, accumulation)
         self._reports.end(Phase.BACKWARD)
-        if self.monitor.enabled:
-            self._reports.losses.append((self._loss, accumulation))
         return loss if accumulation == 1 else loss / accumulation
 
     def train_batch(
@@ -243,9 +240,8 @@ class TrainingEngine(CheckpointingEngine):
             bad = [loss for loss in losses if not math.isfinite(self.parts.device.recorder.loss(loss.detach()))]
             refused = float(len(self.updates.pipeline.refused))
             self._check_loss((bad or losses)[0], *self.ranks.totals(float(bool(bad)), refused))
-        self._loss = losses[-1].detach()
-        if self.monitor.enabled:
-            self._reports.losses.extend((loss.detach(), len(losses)) for loss in losses)
+        for loss in losses:
+            self._reports.add_loss(loss, len(losses))
         return [self.scale(loss) for loss in losses]
 
     def _drop_failed_step(self) -> None:
@@ -302,7 +298,7 @@ class TrainingEngine(CheckpointingEngine):
         self._hooks.check_replaced()
         arguments = step_arguments(self.lr_scheduler, lr_kwargs)
         skipped = self.skipped_steps
-        losses = self._reports.known_losses(self.micro_steps) if self.monitor.enabled else ()
+        loss, losses = self._reports.last_loss(self.micro_steps), self._reports.known_losses(self.micro_steps)
         self._reports.begin(Phase.STEP)
         durable = self.updates.durable
         with self.failing():
@@ -312,7 +308,7 @@ class TrainingEngine(CheckpointingEngine):
             with uninterrupted():  # the scheduler advances with the update, whenever Ctrl-C arrives
                 self.optimizer.step()
                 rate = self.optimizer.param_groups[0]["lr"]
-                self._log.step(self.global_steps, self._loss, rate, self._grad_norm.read)
+                self._log.step(self.global_steps, loss, rate, self._grad_norm.read)
                 if self.lr_scheduler is not None and self.skipped_steps == skipped:
                     self.lr_scheduler.step(**arguments)
                 if durable is not None:

@@ -47,8 +47,11 @@ class StepLog:
         self._said = ledger.snapshot()
         self._steps = 0
 
-    def step(self, number: int, loss: torch.Tensor, lr: float, grad_norm: Callable[[], float | None]) -> None:
-        """Step `number` is done; `loss` is that of its last micro-batch on this rank. grad_norm: called for a line."""
+    def step(self, number: int, loss: torch.Tensor | None, lr: float, grad_norm: Callable[[], float | None]) -> None:
+        """Step `number` is done; `loss` is that of its last micro-batch on this rank, or None if it is not known.
+
+        grad_norm: called for a line.
+        """
         self._steps += 1
         if self._every and self._steps == _FULL and (line := self._ledger.spare()):
             logger.info("%s", line)
@@ -58,9 +61,9 @@ class StepLog:
         now = self._ledger.snapshot()
         since, self._said = now - self._said, now
         logger.info(
-            "step %d: loss %.4f, lr %.3g%s, %.3g s a step, waited %.0f %%, nvme %.2f GB/s read and %.2f written",
+            "step %d: %slr %.3g%s, %.3g s a step, waited %.0f %%, nvme %.2f GB/s read and %.2f written",
             number,
-            self._recorder.loss(loss),
+            f"loss {self._recorder.loss(loss):.4f}, " if loss is not None else "",
             lr,
             f", gradient norm {norm:.3g}" if norm is not None else "",
             since.seconds / self._every,

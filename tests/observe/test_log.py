@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,30 @@ def test_each_line_has_the_gradient_norm_without_clipping(tmp_path: Path, caplog
     logged = [(int(step), float(norm)) for step, norm in re.findall(r"step (\d+): .*gradient norm (\S+),", caplog.text)]
     assert [step for step, _ in logged] == [2, 4, 6]
     assert [norm for _, norm in logged] == pytest.approx(expected[1::2], rel=1e-2)
+
+
+def test_lines_leave_out_a_loss_that_the_engine_does_not_know(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A backward without `engine.backward` hides the loss of its step only, even among micro-batches of both kinds."""
+    config = engine_config(folder=tmp_path, accumulation=2).model_copy(update={"steps_per_print": 1})
+    with caplog.at_level("INFO", "infinity"), open_engine(seeded(Stack), config) as engine:
+        for known in ((True, True), (True, False), (False, False), (False, True), (True, True)):
+            for is_known, batch in zip(known, token_batches(2), strict=True):
+                loss = engine(*batch)
+                engine.backward(loss) if is_known else engine.scale(loss).backward()
+                engine.step()
+    lines = [line for line in caplog.messages if line.startswith("step ")]
+    assert [bool(re.match(r"step \d: loss \d+\.\d+, lr ", line)) for line in lines] == [True, False, False, False, True]
+    assert all(re.match(r"step \d: lr \S+, ", line) for line in lines[1:4])
+
+
+def test_a_loss_that_is_nan_is_in_the_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With infinity.check_nan, `engine.backward` refuses it."""
+    config = engine_config(folder=tmp_path).model_copy(update={"steps_per_print": 1})
+    unchecked = config.model_copy(update={"infinity": config.infinity.model_copy(update={"check_nan": False})})
+    with caplog.at_level("INFO", "infinity"), open_engine(seeded(Stack), unchecked) as engine:
+        engine.backward(engine(*token_batches(1)[0]) * math.nan)
+        engine.step()
+    assert any(line.startswith("step 1: loss nan, lr 0.001") for line in caplog.messages)
 
 
 @pytest.mark.parametrize("level, shown", [("INFO", []), ("WARNING", [logging.INFO]), ("ERROR", [])])
