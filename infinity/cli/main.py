@@ -7,6 +7,8 @@ or a native module fails to load.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,24 +33,73 @@ class _Commands(typer.core.TyperGroup):
                 sys.exit(ended.exit_code)
 
 
-class _RunCommand(typer.core.TyperCommand):
+class _Command(typer.core.TyperCommand):
+    """Command that reports all unknown options and all invalid values in one start."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = [*args]
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # NoSuchOption and BadParameter, which Typer does not export
+            if not (hasattr(error, "option_name") or hasattr(error, "param")):
+                raise
+            problems = dict(self._problems(ctx, given))
+            self._refuse(ctx, problems)
+            raise
+
+    def _refuse(self, ctx: Any, problems: Mapping[str, str]) -> None:
+        """Exit with the problems, by option, if there are any."""
+        if problems:
+            ctx.fail("\n".join(problems.values()))
+
+    def _problems(self, ctx: Any, given: list[str]) -> Iterator[tuple[str, str]]:
+        """Yield (option, text) of each problem of the command line."""
+        while True:
+            try:
+                values, *_ = self.make_parser(ctx).parse_args(args=[*given])
+                break
+            except Exception as error:  # noqa: BLE001 - parse_args raises what is not reported here
+                name = str(getattr(error, "option_name", ""))
+                at = next((at for at, word in enumerate(given) if f"{word}=".startswith(f"{name}=")), None)
+                if name:
+                    yield name, _text(error)
+                if not name or at is None:  # such as a short option in a group
+                    return
+                del given[at]
+        for param in self.get_params(ctx):
+            if not param.is_eager:
+                try:
+                    param.handle_parse_result(ctx, values, [])
+                except Exception as error:
+                    if not hasattr(error, "param"):
+                        raise
+                    yield str(param.name), _text(error, values.get(param.name))
+
+
+def _text(error: Any, value: Any = None) -> str:
+    """Return the message, with the value that it refuses. Shortens pydantic's, as Typer passes them on."""
+    text = str(error.format_message())
+    values = ", ".join(map(repr, value if isinstance(value, (list, tuple)) else [value]))
+    if value is None or values in text:
+        return text
+    return f"{text.partition(', unable to parse')[0]}, not {values}"
+
+
+class _RunCommand(_Command):
     """Command that refuses flags of DeepSpeed's launcher by name, with the reason."""
 
-    def parse_args(self, *arguments: Any) -> list[str]:
-        try:
-            return super().parse_args(*arguments)
-        except Exception as error:  # NoSuchOption, which Typer does not export
-            from infinity.cli.console import USAGE, fail
-            from infinity.deepspeed.launcher.flags import refusal
+    def _refuse(self, ctx: Any, problems: Mapping[str, str]) -> None:
+        from infinity.cli.console import USAGE, fail_with_all
+        from infinity.deepspeed.launcher.flags import refusal
 
-            name = str(getattr(error, "option_name", ""))
-            reason = refusal(name)
-            if reason is None:
-                raise
-            fail(f"{name} is refused. {reason}", USAGE)
+        reasons = [f"{name} is refused. {reason}" for name in problems if (reason := refusal(name)) is not None]
+        if reasons:
+            fail_with_all(reasons, USAGE)
+        super()._refuse(ctx, problems)
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+command = partial(app.command, cls=_Command)
 
 Paths = Annotated[
     list[Path],
@@ -75,7 +126,7 @@ def infinity(version: Version = False) -> None:
     """Train and run PyTorch models that are larger than memory."""
 
 
-@app.command()
+@command()
 def report(
     path: Annotated[
         list[Path] | None,
@@ -102,7 +153,7 @@ def report(
 _SEVERAL_HOSTS = "Several hosts"
 
 
-@app.command("run", cls=_RunCommand, context_settings={"allow_interspersed_args": False})
+@command("run", cls=_RunCommand, context_settings={"allow_interspersed_args": False})
 def run_script(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Python script that each rank runs.")],
     arguments: Annotated[
@@ -235,7 +286,7 @@ def run_script(
     run(Flags(**options))
 
 
-@app.command()
+@command()
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the run: NVME_PATH/RUN.")],
     check: Annotated[
@@ -262,7 +313,7 @@ def resume(
     run(folder, check, as_json)
 
 
-@app.command("aio-bench")
+@command("aio-bench")
 def aio_bench(
     path: Paths,
     op: Annotated[str, typer.Option(help="read, write or mixed.")] = "read",
@@ -284,7 +335,7 @@ def aio_bench(
     run(path, op, size, block_size, queue_depth, threads, engine, runs, as_json)
 
 
-@app.command()
+@command()
 def tune(
     path: Paths,
     out: Annotated[Path | None, typer.Option(help="JSON file to write the section aio to.")] = None,
@@ -306,7 +357,7 @@ def tune(
     run(path, out, plot, seconds, size, engine, as_json)
 
 
-@app.command("bench-links")
+@command("bench-links")
 def bench_links(
     path: Paths,
     out: Annotated[Path | None, typer.Option(help="JSON file to write, for infinity plan --bandwidths.")] = None,
@@ -342,7 +393,7 @@ def bench_links(
     run(path, out, seconds, size, as_json)
 
 
-@app.command("plan")
+@command("plan")
 def plan(
     num_layers: Annotated[int | None, typer.Option(min=1, help="GPT-2: transformer blocks; by default 12.")] = None,
     hidden_size: Annotated[int | None, typer.Option(min=1, help="GPT-2: width of the model; by default 768.")] = None,
@@ -421,7 +472,7 @@ def plan(
     run(Flags(**options))
 
 
-@app.command("timeline")
+@command("timeline")
 def timeline(
     file: Annotated[Path, typer.Argument(help="Trace of engine.profile() or of infinity plan --trace.")],
     png: Annotated[Path | None, typer.Option(help="Picture file to draw the lanes to; needs matplotlib.")] = None,
@@ -439,7 +490,7 @@ def timeline(
     run(file, png, as_json)
 
 
-@app.command()
+@command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="Folder passed to save_checkpoint, or one checkpoint in it.")],
     out: Annotated[Path, typer.Argument(help="New folder to write.")],
@@ -468,7 +519,7 @@ def export(
     run_export(checkpoint, out, tag, dtype, max_shard_size, config_from, verify)
 
 
-@app.command("import-deepspeed")
+@command("import-deepspeed")
 def import_deepspeed(
     checkpoint: Annotated[
         Path, typer.Argument(help="Folder passed to DeepSpeed's save_checkpoint, or one checkpoint in it.")

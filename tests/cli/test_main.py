@@ -119,3 +119,35 @@ def test_without_a_command_the_help_is_shown() -> None:
 def test_the_command_line_does_not_wait_for_torch() -> None:
     code = "import sys, infinity.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_all_unknown_options_and_invalid_values_are_reported_at_once() -> None:
+    """Each with its value, and with the options that may be meant. A command line of one problem keeps Typer's text."""
+    result = run("plan", "--num-layer", "12", "--hidden-size", "77x", "--gpus=-1", "--jso", "--nodes", "two")
+    said = result.stderr
+    assert result.exit_code == 2 and "Usage: " in said
+    for text in (
+        "No such option: --num-layer (Possible options: --num-layers)",
+        "No such option: --jso (Possible options: --json)",
+        "Invalid value for '--hidden-size': Input should be a valid integer, not '77x'",
+        "Invalid value for '--gpus': Input should be greater than or equal to 0, not '-1'",
+        "Invalid value for '--nodes': Input should be a valid integer, not 'two'",
+    ):
+        assert said.count(text) == 1, said
+    for arguments, text in (
+        (("timeline", "--pngs", "x"), "No such option: --pngs (Possible options: --png)"),
+        (("aio-bench", "--threads", "x"), "Missing option '--path'"),
+        (("plan", "--num-layers"), "Option '--num-layers' requires an argument."),
+        (("run", "--nonsense", "-Zq", "x.py", "--own"), "No such option: -Z"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2 and text in result.stderr and "--own" not in result.stderr, result.stderr
+
+
+def test_all_refused_flags_of_the_launcher_are_reported_at_once() -> None:
+    result = run("run", "--launcher=pdsh", "--autotuning=run", "x.py", "--elastic_training")
+    assert result.exit_code == 2
+    assert [line.split(" is refused")[0] for line in result.stderr.splitlines()] == [
+        "infinity: --launcher",
+        "infinity: --autotuning",
+    ]
