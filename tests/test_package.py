@@ -2,10 +2,12 @@
 
 import functools
 import importlib
+import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -132,3 +134,37 @@ def test_a_distribution_has_the_metadata_that_stands_in_for_deepspeed(kind: str,
     shim = {str(file.relative_to(root)) for file in (root / "infinity/deepspeed/shim").rglob("*") if file.is_file()}
     expected = {name for name in shim if "__pycache__" not in name}
     assert expected <= names and {name.rpartition("/")[2] for name in expected} >= {"PKG-INFO", "top_level.txt"}
+
+
+def test_a_checkout_that_hides_the_installed_package_says_so(tmp_path: Path) -> None:
+    """Python that starts in a clone imports its sources, which lack the compiled modules."""
+    source = Path(infinity.__file__).parent
+    shutil.copytree(source, tmp_path / "infinity", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    advice = f"ImportError: infinity in {tmp_path} has no compiled modules (_adam, _aio, _heartbeat): "
+    # Without a site, so that no finder of an editable installation comes before the folder.
+    paths = [str(tmp_path), *map(str, Path(pytest.__file__).parents[1:2])]
+    for code in ("import infinity; infinity.initialize", "import infinity.native._adam_cuda"):
+        done = in_python(f"import sys; sys.path[:0] = {paths}; {code}", tmp_path)
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1].startswith(advice) and "`pip install .`" in done.stderr, done.stderr
+    script = f"import sys; sys.path[:0] = {paths}; sys.argv = ['', 'report']; from infinity.cli.main import app; app()"
+    done = in_python(script, tmp_path)
+    reported = [line for line in done.stdout.splitlines() if advice in line]
+    assert done.returncode == 1 and {"adam", "aio"} <= {line.split()[0] for line in reported}, done.stdout + done.stderr
+
+
+def test_a_compiled_module_that_does_not_load_keeps_its_own_error(tmp_path: Path) -> None:
+    package = tmp_path / "infinity" / "native"
+    package.mkdir(parents=True)
+    shutil.copy(Path(infinity.__file__).parent / "native" / "__init__.py", package)
+    for name in ("_adam", "_aio", "_heartbeat"):
+        (package / f"{name}{EXTENSION_SUFFIXES[0]}").write_text("no shared object")
+    done = in_python(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from infinity.native import _aio", tmp_path)
+    assert done.returncode == 1
+    assert ("_aio" in (error := done.stderr.splitlines()[-1]) and "file too short" in error) or "invalid ELF" in error
+
+
+def in_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a new interpreter, without the modules of an environment."""
+    command = [sys.executable, "-I", "-S", "-c", code]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
