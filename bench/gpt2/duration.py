@@ -70,10 +70,10 @@ def step_seconds(measured: Sequence[float]) -> float:
 def show_choice(steps: int, costs: Costs, *, done: int, most: int) -> str:
     """One line that states the choice, its reason and the flag that overrides it."""
     bound = ", the minimum" if steps == MIN_STEPS else f", {MAX_PASSES} passes over the text" if steps == most else ""
-    end = show_seconds(costs.elapsed + (steps - done) * costs.step + costs.closing)
-    return (
-        f"steps: {steps:,}{bound}; at {costs.step:.3f} s each the job ends after about {end} (--train-iters overrides)"
-    )
+    seconds = costs.elapsed + (steps - done) * costs.step + costs.closing
+    later = f", later than {show_seconds(JOB_SECONDS)}" if steps == MIN_STEPS and seconds > JOB_SECONDS else ""
+    end = f"the job ends after about {show_seconds(seconds)}{later}"
+    return f"steps: {steps:,}{bound}; at {costs.step:.3f} s each {end} (--train-iters overrides)"
 
 
 def process_seconds() -> float:

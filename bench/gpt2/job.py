@@ -15,7 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from gpt2.data import load_corpus
-from gpt2.duration import JOB_SECONDS, MEASURED_STEPS, show_seconds
+from gpt2.duration import JOB_SECONDS, MEASURED_STEPS, MIN_STEPS, show_seconds
 from gpt2.engine_config import engine_config, scheduled_steps, set_schedule
 from gpt2.meter import MetricsFile, StepRecord
 from gpt2.options import AUTO, NOT_DURABLE, PROMPTS, JobOptions
@@ -153,7 +153,8 @@ class Job:
             return steps
         if steps is None:
             end = show_seconds(JOB_SECONDS)
-            self._print(f"steps: chosen after step {MEASURED_STEPS}, so that the job ends after about {end}")
+            least = f"with {MIN_STEPS} steps or more"
+            self._print(f"steps: chosen after step {MEASURED_STEPS}, so that the job ends after about {end}, {least}")
         self._print()
         plain = self._options.plain_bytes
         with Progress(steps, done=self._engine.global_steps, console=self._console, plain_bytes=plain) as progress:

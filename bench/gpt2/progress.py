@@ -66,6 +66,7 @@ class Progress:
                 self._last_line = now
                 left = "" if self._done == self._steps else f", {self._time_left()}"
                 self.console.print(f"{self._position()}: {self._figures().plain}{left}{self._memory()}", soft_wrap=True)
+                self._held_out = None  # a line repeats no measurement; a bar shows the last one
 
     def set_steps(self, steps: int) -> None:
         """Set the number of steps, once it is known."""
@@ -76,7 +77,7 @@ class Progress:
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def held_out(self, loss: float) -> None:
-        """The loss on held-out text was measured."""
+        """The loss on held-out text was measured: the next line shows it."""
         self._held_out, self._activity = loss, ""
 
     def doing(self, activity: str) -> None:

@@ -18,6 +18,7 @@ def output(terminal: bool, width: int = 80) -> tuple[Console, io.StringIO]:
 
 
 def test_lines_where_there_is_no_terminal() -> None:
+    """The held-out loss is in the first line after its measurement only."""
     console, file = output(terminal=False)
     with Progress(3, console=console, seconds_between_lines=0) as progress:
         progress.update(record(1))
@@ -27,7 +28,7 @@ def test_lines_where_there_is_no_terminal() -> None:
     assert file.getvalue().splitlines() == [
         "step 1/3: loss 5.000   2,000 tokens/s   NVMe 0.40 GB/s read, 0.20 written, 0:01 left",
         "step 2/3: loss 4.000, held-out 5.250   1,000 tokens/s   NVMe 0.20 GB/s read, 0.10 written, 0:01 left",
-        "step 3/3: loss 3.000, held-out 5.250   1,200 tokens/s   NVMe 0.24 GB/s read, 0.12 written",
+        "step 3/3: loss 3.000   1,200 tokens/s   NVMe 0.24 GB/s read, 0.12 written",
     ]
 
 
