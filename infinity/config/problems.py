@@ -121,12 +121,25 @@ def unknown_key(dotted: str, model: type[BaseModel]) -> str:
     return f"{dotted}: unknown key; {_meant(section, name, siblings, known)}"
 
 
+_SYNONYMS = {
+    "learning_rate": "lr",
+    **dict.fromkeys(("beta1", "beta2", "adam_beta1", "adam_beta2"), "betas"),
+    **dict.fromkeys(("epsilon", "adam_epsilon"), "eps"),
+    **dict.fromkeys(("decay", "wd", "l2"), "weight_decay"),
+}
+"""Other libraries' names of keys, which may look unlike ours."""
+
+
 def _meant(section: str, name: str, siblings: Mapping[str, str], known: Sequence[str]) -> str:
     elsewhere = [key for key in known if key.rpartition(".")[2] == name]
     if section in elsewhere:
         return f"it is in a section of that name already: move its keys up into {section}"
     if elsewhere:
         return f"a key of that name is {_alternatives(elsewhere)}"
+    if (ours := _SYNONYMS.get(name.lower())) is not None and (
+        same := [siblings[ours]] if ours in siblings else [key for key in known if key.rpartition(".")[2] == ours]
+    ):
+        return f"the nearest is {_alternatives(same)}"
     near = difflib.get_close_matches(name.lower(), siblings, n=1)
     if near:
         return f"the nearest is {siblings[near[0]]}"

@@ -117,6 +117,19 @@ def test_a_configuration_never_changes() -> None:
         ),
         ({"learning_rate_of_the_model": 1}, "known here: train_batch_size, train_micro_batch_size_per_gpu"),
         ({"Optimizer": {}}, "the nearest is optimizer"),
+        ({"learning_rate": 1e-3}, "learning_rate: unknown key; the nearest is optimizer.params.lr"),
+        *(
+            ({"optimizer": {"type": "AdamW", "params": {theirs: 0.1}}}, f"the nearest is optimizer.params.{ours}")
+            for theirs, ours in {
+                "learning_rate": "lr",
+                "beta1": "betas",
+                "beta2": "betas",
+                "adam_beta1": "betas",
+                "epsilon": "eps",
+                "decay": "weight_decay",
+                "wd": "weight_decay",
+            }.items()
+        ),
         (
             {"zero_optimization": {"offload_param": {"devise": "cpu"}}},
             "the nearest is zero_optimization.offload_param.device",
