@@ -58,6 +58,7 @@ class SavingEngine(ReportingEngine):
     ) -> None:
         super().__init__(engine, settings, client_optimizer)
         self._trainer = engine if isinstance(engine, TrainingEngine) else None
+        self._warned_of_memory = False
         self.global_samples = 0
         """Number of samples in all steps so far."""
 
@@ -262,7 +263,7 @@ class SavingEngine(ReportingEngine):
         """Return the unsharded state dict in host memory on rank 0, and None elsewhere. Collective.
 
         transformers and Accelerate call it under this name. Raises NoRoomForWeightsError on all ranks if rank 0 has
-        too little host memory for it.
+        too little host memory for it, and warns the first time.
         """
         frozen = self._frozen() if exclude_frozen_parameters else set()
         keeps = self._engine.ranks.is_main_rank
@@ -270,11 +271,15 @@ class SavingEngine(ReportingEngine):
         needed = 2 * sum(p.numel() * p.element_size() for p in kept)  # safetensors copies the tensors once more
         available = self._engine.ranks.gather(available_memory())[0]
         if needed > available:
-            if keeps:
+            if keeps and not self._warned_of_memory:
+                self._warned_of_memory = True  # a Trainer calls this in every save
                 logger.warning(
                     "the unsharded weights are not gathered: with a copy to write them they take %s of host memory, "
-                    "and %s are available. Trainer.save_model saves a checkpoint instead; `infinity export` makes "
-                    "weights of it, a unit at a time.",
+                    "and %s are available. Trainer saves the whole checkpoint only. `infinity export FOLDER OUT` "
+                    "writes weights from it, a unit at a time; FOLDER is the one given to save_model, or a checkpoint "
+                    "of the Trainer. The next line of transformers says that "
+                    "stage3_gather_16bit_weights_on_model_save is false, whatever the config has: memory is the "
+                    "reason, and later saves do not repeat it.",
                     show_bytes(needed),
                     show_bytes(available),
                 )

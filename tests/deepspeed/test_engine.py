@@ -628,7 +628,11 @@ def test_weights_that_memory_does_not_hold_are_refused_as_trainer_expects(
     monkeypatch.setattr("infinity.deepspeed.states.available_memory", lambda: 2 * nbytes - 1)
     with pytest.raises(ValueError, match=rf"{2 * nbytes:,} bytes are needed, .* 1 are missing"):
         engine._zero3_consolidated_16bit_state_dict()
-    assert "saves a checkpoint instead" in caplog.text
+    for text in ("`infinity export FOLDER OUT`", "given to save_model", "The next line of transformers", "memory is"):
+        assert text in caplog.text
+    with pytest.raises(ValueError, match="bytes are needed"):  # a Trainer's next save
+        engine._zero3_consolidated_16bit_state_dict()
+    assert caplog.text.count("are not gathered") == 1
     monkeypatch.setattr("infinity.deepspeed.states.available_memory", lambda: 2 * nbytes)
     assert len(engine._zero3_consolidated_16bit_state_dict()) == len(engine.module_state_dict())
 
