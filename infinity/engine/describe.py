@@ -24,6 +24,8 @@ _WHEN = {
     "next_forward": "in the next forward",
 }
 _ON_ARRIVAL, _NOWHERE = "on arrival", "-"
+_TINY = 64 << 20
+"""Bytes of a plain loop below which the least sizes of buffers can exceed all savings."""
 _BLOCK = re.compile(r"(?P<before>(?:[^.]+\.)*?)(?P<number>\d+)(?:\.(?P<inner>.+))?$")
 """Path of a unit in a repeated block: `model.layers.` 0 `mlp`."""
 
@@ -98,7 +100,9 @@ def _plain(plan: Plan) -> Iterator[str]:
                 states = "momentum"  # a loop that sets none holds none
         nbytes += layout.parameter_numel * each
     held = f"parameters, gradients and {states}" if states else "parameters"
-    yield f"a plain PyTorch loop holds {show_bytes(nbytes)} of {held} in memory"
+    ours = sum(of_tier for tier, of_tier in plan.nbytes().items() if tier.in_memory)
+    why = "; buffers have a least size, so a model as small as this saves none" if nbytes < min(ours, _TINY) else ""
+    yield f"a plain PyTorch loop holds {show_bytes(nbytes)} of {held} in memory{why}"
 
 
 def _held(plan: Plan) -> Iterator[str]:

@@ -261,6 +261,20 @@ def test_the_bytes_of_a_plain_loop_are_those_that_it_holds(options: dict[str, An
     assert line in describe(plan)
 
 
+@pytest.mark.parametrize("width, depth, saves", [(8, 4, False), (256, 8, True)])
+def test_a_model_too_small_to_save_memory_says_so(width: int, depth: int, saves: bool, tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
+    seam = CpuDevice()
+    config = engine_config(folder=tmp_path)
+    plan = plan_model(model, config, [{"params": list(model.parameters())}], seam, Communicator(seam)).plan
+    plain = 16 * sum(p.numel() for p in model.parameters())
+    held = sum(nbytes for tier, nbytes in plan.nbytes().items() if tier.in_memory)
+    (line,) = (line for line in describe(plan).splitlines() if line.startswith("a plain PyTorch loop"))
+    assert (held < plain) == saves
+    assert ("; buffers have a least size, so a model as small as this saves none" in line) != saves
+    assert line.startswith(f"a plain PyTorch loop holds {show_bytes(plain)} of ")
+
+
 def test_equal_blocks_share_a_line(tmp_path: Path) -> None:
     model = Repeated(40)
     config = Config.load(
