@@ -87,7 +87,7 @@ class StepReports:
 
     def forget_losses(self) -> None:
         """Begin another step."""
-        self._losses, self._last, self._backwards = [], None, 0
+        self._losses, self._backwards = [], 0
 
     def around(self, called: nn.Module, model: nn.Module, steps: Callable[[], int]) -> Forward:
         """Return `called`, which runs `model`, with its measurements; `called` itself if there are none.
