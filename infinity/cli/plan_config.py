@@ -108,6 +108,11 @@ def kept(config: Config, plan: Plan, ranks_per_node: int) -> Iterator[str]:
         if extent.tier != named and extent.nbytes:
             kinds = found.setdefault((_keeper(config, extent.tier, state), extent.tier, named), {})
             kinds[state] = kinds.get(state, 0) + extent.nbytes * ranks_per_node
+    if plan.cached_bytes and (key := _source_of(config, "infinity.cache_bytes")):
+        where = _PLACES[TierKind.DEVICE] if plan.device.type != "cpu" else _PLACES[TierKind.HOST]
+        held = min(plan.cached_bytes, sum(layout.nbytes for layout in plan.units))
+        nbytes = show_bytes(held * ranks_per_node)
+        yield f"{key} keeps up to {nbytes} of parameters in buffers {where}; infinity.cache_bytes 0 keeps none"
     for (key, tier, named), kinds in found.items():
         parts = [f"{show_bytes(nbytes)} of {_PLURALS[state]}" for state, nbytes in kinds.items()]
         listed = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
@@ -124,10 +129,14 @@ def _keeper(config: Config, tier: TierKind, state: State) -> str:
     else:
         name = "host_params" if state is State.PARAM and memory.host_params is not None else "host"
     dotted = f"infinity.memory.{name}"
-    for phrase in config.notes.mapped:
-        source, _, target = phrase.partition(" → ")
-        if target.startswith(f"{dotted} "):
-            return source
+    if source := _source_of(config, dotted):
+        return source
     value = getattr(memory, name)
     in_bytes = name in ("host", "device", "device_states") and isinstance(value, int)
     return f"{dotted} {show_bytes(value) if in_bytes else show(value)}"
+
+
+def _source_of(config: Config, dotted: str) -> str:
+    """Return the key of DeepSpeed, with its value, that sets `dotted`; empty if none does."""
+    mapped = (phrase.partition(" → ") for phrase in config.notes.mapped)
+    return next((source for source, _, target in mapped if target.startswith(f"{dotted} ")), "")

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from infinity.cli.console import printable
 from infinity.config import Config
+from infinity.engine.describe import plain_loop
 from infinity.observe.timeline import LANES
 from infinity.sim.advice import name_of_wait
 from infinity.sim.machine import Machine
@@ -40,12 +41,13 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     table.add_row("peak", *(_cell(needs.peak[tier]) for tier in TierKind), style="bold")
     table.add_row("available", *(_cell(needs.available[tier]) for tier in TierKind))
     yield table
+    yield from plain_loop(found.plan, ", beside activations and processes")
     yield from notes
     if needs.returns_freed:
         yield (
             f"{show_bytes(needs.spare(TierKind.HOST))} of host memory are left, and blocks that the C library keeps "
-            "after they are freed may take more. The engine returns these to the system at once, and steps take "
-            "longer: 18 % were measured"
+            "after they are freed may take more. The engine returns these to the system at once, which lengthened the "
+            "steps of a GPT-2 of 98 M parameters by 18 %"
         )
     for tier in TierKind:
         if passing := needs.passing[tier]:
@@ -56,9 +58,9 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
             )
     if found.plan.drafted:
         yield (
-            f"{found.plan.drafted_share:.0%} of the parameters are updated during backward (infinity.speculate). The "
-            "step is one whose gradients clipping leaves as they are; otherwise these updates are repeated. The table "
-            "counts the second slots of their states"
+            f"infinity.speculate: {found.plan.drafted_share:.0%} of the parameters are updated in backward, before the "
+            "gradient norm is known. Updates are repeated if clipping then changes the gradients, which a predicted "
+            "step does not count. Second slots of their states are in the table"
         )
     if seen is not None:
         how = ", measured here" if found.is_measured else ""
@@ -99,6 +101,8 @@ def _verdict(found: Prediction) -> Text:
     if needs.is_tight:
         left, more = show_bytes(needs.spare(TierKind.HOST)), show_bytes(needs.reserve)
         return Text(f"It may not fit: {left} of host memory are left, and runs may take {more} more.", style="red")
+    if needs.lacking_at_start() > 0:
+        return Text("It fits if the model is constructed on the meta device or in infinity.Init.", style="green")
     return Text("It fits.", style="green")
 
 

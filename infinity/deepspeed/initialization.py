@@ -33,7 +33,7 @@ from infinity.deepspeed.zero_init import outside_of_init
 from infinity.engine import schedules
 from infinity.engine.arguments import add_config_arguments, check_mpu, config_source
 from infinity.engine.base import open_engines
-from infinity.engine.describe import summarize
+from infinity.engine.describe import left_under_limit, summarize
 from infinity.engine.inference import InferenceEngine
 from infinity.engine.optimizer.unit_optimizer import ParamGroups
 from infinity.engine.training import TrainingEngine
@@ -99,7 +99,9 @@ def initialize(
         engine.close()
         raise
     if engine.ranks.is_main_rank:
-        log_summary(f"states of {type(uncompiled(model)).__name__}\n{summarize(engine.parts.plan)}")
+        plan = engine.parts.plan
+        lines = [f"states of {type(uncompiled(model)).__name__}", summarize(plan), *left_under_limit(plan)]
+        log_summary("\n".join(lines))
     forget(model.parameters())
     if wrapped.zero_optimization_partition_weights():
         answer(engine)

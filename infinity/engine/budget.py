@@ -149,14 +149,15 @@ def check_memory(
                 still = needed(change.plan, short.tier) - short.available
                 fix = f"{_construction(config, still, model_bytes)}, and {change}"
     if of_host and plan.device.host_addressable:
-        process = f"{show_bytes(more)} of the needed bytes are for the process"
-        fix += f". {process}. Activations take memory in addition, which infinity plan predicts"
+        if more:
+            fix += f". {show_bytes(more)} of the needed bytes are for threads and libraries"
+        fix += ". Activations take memory in addition: infinity plan counts them, and advises changes that suffice"
     name, beyond = limit if of_host else ("", 0)
     if name:
         # Another process differs by some pages, and by blocks that glibc has kept.
         missing = short.needed - short.available + beyond + _SLACK
-        exceeds = f", which this process exceeds by {show_bytes(beyond)}" if beyond else ""
-        fix += f". Without these changes, raise {name} by {-(-missing >> 10):,} KiB{exceeds}"
+        exceeds = f", which this process exceeds by {show_bytes(beyond)}," if beyond else ""
+        fix += f". Without these changes, raise {name}{exceeds} by {-(-missing >> 10):,} KiB"
     where = f"{short.name} ({name})" if name else short.name
     raise OutOfMemoryError(where, short.needed + more, short.available + more, fix)
 

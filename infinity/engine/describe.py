@@ -15,6 +15,7 @@ from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.sizes import counted, show_bytes
 from infinity.tier_kind import TierKind
+from infinity.tiers.available import available_memory, memory_limit
 
 _HEAD = ("unit", "parameters", "dtype", "param", "gradient", "master and moments")
 _KINDS = {State.PARAM: "params", State.GRAD: "gradients", State.OPTIM: "optimizer"}
@@ -23,6 +24,8 @@ _WHEN = {
     "after_backward": "after backward",
     "next_forward": "in the next forward",
 }
+_LITTLE = 2 << 30
+"""Bytes of memory below which a user hears what a limit leaves."""
 _ON_ARRIVAL, _NOWHERE = "on arrival", "-"
 _TINY = 64 << 20
 """Bytes of a plain loop below which the least sizes of buffers can exceed all savings."""
@@ -74,7 +77,7 @@ def summarize(plan: Plan) -> str:
         [
             f"{counted(len(plan.units), 'unit')}, {total:,} parameters{ranks}; {purpose}",
             f"this rank holds {', '.join(_held(plan))}{meanwhile}",
-            *_plain(plan),
+            *plain_loop(plan),
             *_activations(plan),
             *_stripe(plan),
             *_durable(plan),
@@ -83,9 +86,19 @@ def summarize(plan: Plan) -> str:
     )
 
 
-def _plain(plan: Plan) -> Iterator[str]:
+def left_under_limit(plan: Plan) -> Iterator[str]:
+    """Yield what a container or a ulimit leaves for activations, if that is little and they are in host memory."""
+    name, _ = memory_limit()
+    left = available_memory()
+    if name and plan.device.host_addressable and left < _LITTLE:
+        yield f"{name} leaves {show_bytes(left)} for activations; infinity plan predicts what they take"
+
+
+def plain_loop(plan: Plan, beside: str = "") -> Iterator[str]:
     """Yield the bytes of states that a loop without an engine holds on every rank: parameters, gradients, fp32 masters
     of 16-bit parameters, and fp32 moments. Rules in Python have states of their own, which are not known here.
+
+    beside: what takes memory in addition.
     """
     nbytes, states = 0, "optimizer states" if plan.update is not None else ""
     for layout in plan.units:
@@ -102,7 +115,7 @@ def _plain(plan: Plan) -> Iterator[str]:
     held = f"parameters, gradients and {states}" if states else "parameters"
     ours = sum(of_tier for tier, of_tier in plan.nbytes().items() if tier.in_memory)
     why = "; buffers have a least size, so a model as small as this saves none" if nbytes < min(ours, _TINY) else ""
-    yield f"a plain PyTorch loop holds {show_bytes(nbytes)} of {held} in memory{why}"
+    yield f"a plain PyTorch loop holds {show_bytes(nbytes)} of {held} in memory{beside}{why}"
 
 
 def _held(plan: Plan) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Changes that leave fewer activations, each simulated: recomputation, activations on nvme, smaller micro-batches."""
+"""Changes that free memory, each simulated: recomputation, activations on nvme, smaller micro-batches, bf16."""
 
 from __future__ import annotations
 
@@ -64,6 +64,28 @@ def fewer_activations(
     remade = make if not done else lambda: recomputed(make()) or make()
     for change, smaller in _smaller(config, machine, before, tier):
         yield from tried(remade, smaller, done + change)
+
+
+def in_bf16(
+    make: Callable[[], PlannedModel],
+    config: Config,
+    machine: Machine,
+    needs: Needs,
+    predicted: Predicted,
+    tier: TierKind,
+) -> Iterator[Variant]:
+    """Yield changes to bf16 of a run in fp32: alone, and with fewer activations. Arguments: of `fewer_activations`."""
+    if config.bf16.enabled or config.fp16.enabled:
+        return
+    lower = config.model_copy(update={"bf16": config.bf16.model_copy(update={"enabled": True})})
+    try:
+        plan, after = predicted(make(), lower)
+    except Exception:  # noqa: BLE001 - of a user's model that mixes dtypes
+        return
+    change = "set bf16.enabled to true"
+    yield Variant(change, after, plan, lower)
+    for variant in fewer_activations(make, lower, machine, after, predicted, tier):
+        yield replace(variant, change=f"{change}, and {variant.change}")
 
 
 def recomputed(model: PlannedModel) -> PlannedModel | None:

@@ -40,6 +40,8 @@ class Needs:
     available: Mapping[TierKind, int]
     ranks: int = 1
     """Ranks of a node."""
+    constructed: int = 0
+    """Bytes of parameters of a model that is constructed in host memory, of all ranks."""
     exceeded: Sequence[Shortage] = ()
     """Limits of `infinity.memory` that the plan of a rank exceeds, at which the engine would not start."""
 
@@ -77,19 +79,34 @@ class Needs:
     def spare(self, tier: TierKind) -> int:
         return self.available[tier] - self.peak[tier]
 
-    def bound(self, tier: TierKind, *, reserve: bool) -> int:
-        """Return the largest peak that fits. reserve: leave the reserve of host memory."""
-        share = _RESERVE if reserve and tier.in_host_memory and self._on_cpu else 0
+    def lacking_at_start(self, freed: int = 0) -> int:
+        """Return the bytes of host memory that a model in memory lacks beside the buffers; 0 or less: it fits.
+
+        freed: bytes that a change frees.
+        """
+        activations = self.tiers[TierKind.HOST]["activations"]
+        return self.constructed - activations - freed - self.spare(TierKind.HOST)
+
+    def bound(self, tier: TierKind, *, reserve: float) -> int:
+        """Return the largest peak that fits. reserve: share of the reserve of host memory that is left."""
+        share = reserve * _RESERVE if tier.in_host_memory and self._on_cpu else 0
         return int(self.available[tier] / (1 + share))
 
 
 def needs_of(
-    plan: Plan, machine: Machine, *, activations: Mapping[TierKind, int], baseline_rss: int, registered: int = 0
+    plan: Plan,
+    machine: Machine,
+    *,
+    activations: Mapping[TierKind, int],
+    baseline_rss: int,
+    registered: int = 0,
+    constructed: int = 0,
 ) -> Needs:
     """Return the bytes that all ranks of a node take together.
 
     activations: tier → peak bytes of one rank that autograd saves, besides parameters. baseline_rss: resident bytes of
     a process without an engine. registered: bytes of the model's own buffers, which a rank has on its device.
+    constructed: bytes of its parameters in memory.
     """
     ranks = machine.ranks_per_node
     place = {tier: TierKind.HOST if tier.on_device and not machine.gpus else tier for tier in TierKind}
@@ -119,7 +136,7 @@ def needs_of(
         TierKind.HOST: machine.host_memory,
         TierKind.NVME: machine.nvme,
     }
-    return Needs(tiers, peak, passing, available, ranks, tuple(exceeded(plan)))
+    return Needs(tiers, peak, passing, available, ranks, constructed * ranks, tuple(exceeded(plan)))
 
 
 @dataclass(frozen=True)
@@ -141,22 +158,24 @@ class Savings:
     """Memory that is lacking → changes of activations, the best first."""
     remedy: Callable[[Shortage], str]
     """Limit of `infinity.memory` that is exceeded → a change with which the plan fits it."""
+    precision: Callable[[TierKind], Iterator[Variant]]
+    """Memory that is lacking → changes to bf16, if the run is in fp32, the best first."""
     planned: Callable[[Variant, Shortage], Iterator[Trial]]
     """Change, memory of a rank that is still lacking → further changes, of states and buffers, the best first."""
 
 
-def construction(needs: Needs, nbytes: int) -> Iterator[str]:
-    """Yield the change without which the run fits and its start, with a model in memory, does not. nbytes: of its
-    parameters.
-    """
-    host, more = TierKind.HOST, nbytes * needs.ranks
-    lacking = needs.peak[host] - needs.tiers[host]["activations"] + more - needs.available[host]
+def construction(needs: Needs) -> Iterator[str]:
+    """Yield the change without which the run fits and its start, with a model in memory, does not."""
+    lacking = needs.lacking_at_start()
     if not needs.limits and lacking > 0:
-        yield (
-            "construct the model on the meta device or in infinity.Init (docs/large_models.md). In memory, its "
-            f"parameters take {show_bytes(more)} until the engine has stored them, and {show_bytes(lacking)} of that "
-            "do not fit"
-        )
+        yield f"{_construct(needs)}, and {show_bytes(lacking)} of that do not fit"
+
+
+def _construct(needs: Needs) -> str:
+    return (
+        "construct the model on the meta device or in infinity.Init (docs/large_models.md): in memory, its parameters "
+        f"take {show_bytes(needs.constructed)} until the engine has stored them"
+    )
 
 
 def advice(start: Variant, savings: Savings) -> Iterator[str]:
@@ -173,7 +192,7 @@ def advice(start: Variant, savings: Savings) -> Iterator[str]:
         yield f"{memory_name(tier)} is {show_bytes(-needs.spare(tier))} too small: {_changes(start, tier, savings)}"
     if needs.is_tight:
         search = _Search(start, TierKind.HOST, savings)
-        if found := search.enough(reserve=True):
+        if found := search.enough(reserve=1):
             yield f"to leave {show_bytes(needs.reserve)}, {found}"
 
 
@@ -199,7 +218,12 @@ def _changes(start: Variant, tier: TierKind, savings: Savings) -> str:
         is_small = not native or plan.policy.states(native[0]).bytes_per_element <= 5
         return "use a larger drive or more nodes" + ("" if is_small else ', or infinity.moments "8bit"')
     search = _Search(start, tier, savings)
-    return search.enough(reserve=True) or search.enough(reserve=False) or search.least()
+    for attempt in (search, search.in_bf16()):
+        # Runs differ from predictions: a part of the reserve is better than none.
+        for reserve in (1, 0.5, 0):
+            if found := attempt.enough(reserve=reserve):
+                return found
+    return search.least()
 
 
 class _Search:
@@ -210,16 +234,28 @@ class _Search:
         self._known = [start]
         self._more = savings.activations(tier)
 
-    def enough(self, *, reserve: bool) -> str:
+    def in_bf16(self) -> _Search:
+        """Return a search among changes to bf16."""
+        search = _Search(self._known[0], self._tier, self._savings)
+        search._known, search._more = [], self._savings.precision(self._tier)
+        return search
+
+    def enough(self, *, reserve: float) -> str:
         """Return changes that suffice; an empty text if none do. reserve: as of `Needs.bound`."""
         for variant in self._each():
             left = variant.needs.peak[self._tier] - variant.needs.bound(self._tier, reserve=reserve)
             if left <= 0:
-                return variant.change
+                return _joined(variant.change, self._construction(variant))
             for freed, change in self._planned(variant, left):
                 if freed >= left:
-                    return _joined(change, variant.change)
+                    return _joined(change, variant.change, self._construction(variant, freed))
         return ""
+
+    def _construction(self, variant: Variant, freed: int = 0) -> str:
+        """Return the change of the model's construction that the others need beside them; empty if they need none."""
+        needs = variant.needs
+        lacks = needs.limits and needs.lacking_at_start(freed if self._tier is TierKind.HOST else 0) > 0
+        return _construct(needs) if lacks else ""
 
     def least(self) -> str:
         """Return the bytes that the plan needs with all changes."""

@@ -25,7 +25,7 @@ from infinity.plan.remedy import needed, remedy, trials
 from infinity.plan.shortage import Shortage, exceeded
 from infinity.sim.advice import Wear, drafts, faster, longer, split_updates, wear_of, whole_step
 from infinity.sim.device import DeviceFacts, Times
-from infinity.sim.fewer import fewer_activations
+from infinity.sim.fewer import fewer_activations, in_bf16
 from infinity.sim.gpt2 import WITH_COMPILER, PlannedModel
 from infinity.sim.machine import Links, Machine
 from infinity.sim.needs import Needs, Savings, Variant, advice, construction, needs_of
@@ -121,7 +121,6 @@ def predict(
         _check_flops(config, links)
     model = make()
     parameters = sum(parameter.numel() for parameter in model.module.parameters())
-    constructed = sum(parameter.nbytes for parameter in model.module.parameters())
     simulation, plan, needs = _needed(model, config, machine, links, times, train_batch=train_batch)
     budget = machine.budget(config)
 
@@ -133,12 +132,13 @@ def predict(
 
     savings = Savings(
         activations=partial(fewer_activations, make, config, machine, needs, predicted),
+        precision=partial(in_bf16, make, config, machine, needs, predicted),
         remedy=lambda short: remedy(config, plan, budget, short, replan, lambda plan: next(exceeded(plan), None)),
         planned=lambda variant, short: trials(
             variant.config, variant.plan, budget, short, replan, partial(_lacks, short)
         ),
     )
-    found, wear = [*advice(Variant("", needs, plan, config), savings), *construction(needs, constructed)], None
+    found, wear = [*advice(Variant("", needs, plan, config), savings), *construction(needs)], None
     if simulation is not None and links is not None:
         wear = wear_of(simulation, machine.ranks_per_node, endurance)
         again = partial(_again, make, machine, links, times)
@@ -182,15 +182,30 @@ def _needed(
     afterwards.
     """
     registered = _registered(model)
+    constructed = sum(parameter.nbytes for parameter in model.module.parameters())
     if links is None:
         plan = plan_of(model, config, machine)
         activations = _activations_of(model, config, machine, train_batch=train_batch)
         assumed = assumed_rss(model, machine)
-        needs = needs_of(plan, machine, activations=activations, baseline_rss=assumed, registered=registered)
+        needs = needs_of(
+            plan,
+            machine,
+            activations=activations,
+            baseline_rss=assumed,
+            registered=registered,
+            constructed=constructed,
+        )
         return None, plan, needs
     seen = _simulated(model, config, machine, links, train_batch=train_batch, times=times)
     saved, baseline = _activations(seen), links.baseline_rss
-    needs = needs_of(seen.plan, machine, activations=saved, baseline_rss=baseline, registered=registered)
+    needs = needs_of(
+        seen.plan,
+        machine,
+        activations=saved,
+        baseline_rss=baseline,
+        registered=registered,
+        constructed=constructed,
+    )
     return seen, seen.plan, needs
 
 

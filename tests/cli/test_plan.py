@@ -385,14 +385,45 @@ def test_models_of_transformers_are_planned(rates: Path, tmp_path: Path, monkeyp
         assert planned(*options, *known)["tiers"]["host"]["processes"] == (nbytes or 1_360_000_000)
 
 
-@pytest.mark.parametrize("share", [1.06, 1.5])
+META = "construct the model on the meta device or in infinity.Init"
+DEEP = ("--num-layers", "12", "--hidden-size", "512", "--num-attention-heads", "8", *SHAPE[6:])
+
+
+@pytest.mark.parametrize("share", [0.95, 1.06, 1.5])
 def test_a_model_that_has_to_be_constructed_without_memory(share: float) -> None:
-    """The run fits, and a model in memory beside its buffers does not."""
-    shape = ("--num-layers", "12", "--hidden-size", "512", "--num-attention-heads", "8", *SHAPE[6:])
-    host = round(share * planned(*shape, *MEMORY)["peak_host_bytes"])
-    after = planned(*shape, "--host-memory", host, *MEMORY[2:])
-    said = any(line.startswith("construct the model on the meta device") for line in after["advice"])
-    assert after["fits"] and said == (share < 1.5)
+    """The run fits, with other changes or none, and a model in memory beside its buffers does not. One advice names
+    all that is to be changed.
+    """
+    host = round(share * planned(*DEEP, *MEMORY)["peak_host_bytes"])
+    options = (*DEEP, "--host-memory", host, *MEMORY[2:])
+    after = planned(*options, code=int(share < 1))
+    said = [line for line in after["advice"] if META in line]
+    assert after["fits"] == (share > 1) and len(said) == (share < 1.5)
+    assert not said or said[0].startswith("host memory is" if share < 1 else META)
+    printed = " ".join(run("plan", *options).stdout.split())
+    assert ("It fits if the model is constructed on the meta device" in printed) == (share == 1.06)
+
+
+def test_bf16_is_advised_where_fp32_does_not_fit(tmp_path: Path) -> None:
+    """After all other changes: it is another precision."""
+    file = tmp_path / "engine.json"
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    sections: dict[str, Any] = {"zero_optimization": {"offload_param": nvme, "offload_optimizer": nvme}}
+    file.write_text(json.dumps({"train_batch_size": 2, **sections}))
+    shape = ("--num-layers", "2", "--hidden-size", "512", "--num-attention-heads", "8", "--vocab-size", "4096")
+    for host, is_advised in (("375MB", True), ("400MB", False)):
+        options = (*shape, "--seq-length", "32", "--host-memory", host, *MEMORY[2:])
+        (line, *_) = planned(*options, "--config", file, code=1)["advice"]
+        assert ("set bf16.enabled to true" in line) == is_advised and "still needs" not in line
+
+
+def test_a_cache_that_a_key_of_deepspeed_sets_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "engine.json"
+    for key, is_named in (("stage3_max_live_parameters", True), ("sub_group_size", False)):
+        file.write_text(json.dumps({"train_batch_size": 2, "zero_optimization": {key: 1e9}}))
+        notes = planned(*SHAPE, *MEMORY, "--config", file)["notes"]
+        named = [line for line in notes if line.startswith("zero_optimization.stage3_max_live_parameters 1e+09 keeps")]
+        assert bool(named) == is_named and all("infinity.cache_bytes 0 keeps none" in line for line in named)
 
 
 def test_activations_on_nvme_are_listed_there_and_counted_in_the_bytes_of_a_day(rates: Path, tmp_path: Path) -> None:

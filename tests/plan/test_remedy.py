@@ -256,7 +256,7 @@ def test_a_model_and_buffers_that_both_have_to_shrink_are_named_together(tmp_pat
     assert "construct the model on the meta device" in hint and ", and set infinity." in hint
     assert "use a smaller model" not in hint
     missing = found.plan.peak_of_host() + PROCESS - beside + (5 << 20) + (4 << 20)
-    assert f"raise ulimit -d by {-(-missing >> 10):,} KiB, which this process exceeds by 5.24 MB" in hint
+    assert f"raise ulimit -d, which this process exceeds by 5.24 MB, by {-(-missing >> 10):,} KiB" in hint
     changed = followed(content, hint, tmp_path)
     assert advice_of(changed, CpuDevice(), {TierKind.HOST: beside + host_bytes(model)}) is None
 
