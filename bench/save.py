@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, save: str, clip: float) -> dict[str, Any]:
 
 
 def train_and_save(engine: Any, step: Any, steps: int, save: str, directory: str) -> dict[str, Any]:
-    """Seconds from the moment that the checkpoint is asked for."""
+    """Seconds from the moment at which the checkpoint is requested."""
     stopped = whole = 0.0
     began = time.perf_counter()
     if save != "none":

@@ -42,7 +42,7 @@ def recipe(result: Result) -> list[str]:
         f"{args['sequence']}, batch {args['batch']}, bf16, AdamW.",
         f"The checkpoint has {any_run(result)['checkpoint_bytes'] / 1e9:.2f} GB.",
         f"Medians of {args['rounds']} processes, kinds interleaved; each trains {args['steps']} steps from the "
-        "moment that the checkpoint is asked for, and waits for it at the end.",
+        "moment at which the checkpoint is requested, and waits for it at the end.",
     ]
 
 

@@ -88,8 +88,8 @@ class Infinity(Section):
     twice the largest unit's shard; 0: none. No effect if the CPU computes: nvme is read into the buffers of units."""
 
     cache_bytes: SizeOrZeroOrAuto = "auto"
-    """Bytes of parameters cached on the device that computes, in addition to those prefetched. Cached units are not
-    read again in every pass. `auto`: all units if they fit in 16 MiB, else none."""
+    """Bytes of parameters that stay on the device that computes, so that later passes do not read them again.
+    Prefetched ones come in addition. `auto`: all units if they fit in 16 MiB, else none."""
 
     tile_size: TileOrAuto = "auto"
     """Elements that the update reads, computes and writes at a time, a multiple of 4096. `auto`: 1048576 with the
