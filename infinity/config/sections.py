@@ -130,8 +130,8 @@ class Config(Section):
     """PyTorch's autocast around the forward pass."""
 
     communication_data_type: DType | None = None
-    """Dtype in which gradients are reduced over ranks. By default fp32 on gloo, and the parameters' dtype on NCCL.
-    `fp16` requires fp16 training, for its loss scale. torch's names (`float16` and so on) are accepted, too."""
+    """Dtype in which gradients are reduced over several ranks. By default fp32 on gloo, and the parameters' dtype on
+    NCCL. `fp16` requires fp16 training, for its loss scale. torch's names (`float16` and so on) are accepted, too."""
 
     data_types: DataTypes = DataTypes.model_construct()
     """Dtypes in which values are stored and accumulated."""

@@ -70,8 +70,10 @@ class RankInfo:
 
     @property
     def exchanged(self) -> bool:
-        """Return whether gradients are reduced over ranks."""
-        return bool(self.backend)
+        """Return whether gradients are reduced over ranks. A sum over a trainer's group of one needs no dtype of its
+        own.
+        """
+        return bool(self.backend) and self.size > 1
 
 
 @dataclass(frozen=True)

@@ -45,12 +45,22 @@ def test_gradients_of_bf16(
 ) -> None:
     """`expected` is (collected, reduced, stored)."""
     config = Config.load({"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, **given})
-    ranks = RankInfo(backend=backend)
+    ranks = RankInfo(2 if backend else 1, backend=backend)
     assert policy(config, accumulation, ranks, DeviceInfo()).grads(BF16) == expected
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_group_of_one_has_the_gradients_of_no_group(backend: str, accumulation: int, stage: int) -> None:
+    """Trainers join a group of one rank, and `infinity plan` plans none."""
+    config = Config.load({"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}})
+    found = (policy(config, accumulation, RankInfo(backend=name), DeviceInfo()).grads(BF16) for name in (backend, ""))
+    assert len({*found}) == 1
+
+
 def test_the_default_on_nccl_is_what_the_parameters_are_in() -> None:
-    ranks = RankInfo(backend="nccl")
+    ranks = RankInfo(2, backend="nccl")
     grads = policy(Config.load({}), 4, ranks, DeviceInfo()).grads
     assert [grads(dtype).reduced for dtype in (FP32, BF16, FP16)] == [FP32, BF16, FP16]
     assert {grads(dtype).stored for dtype in (FP32, BF16, FP16)} == {FP32}
