@@ -33,6 +33,7 @@ from infinity.sizes import show_bytes
 from infinity.tier_kind import TierKind
 from infinity.tiers.available import available_memory
 from infinity.tiers.files import check_folder
+from infinity.tiers.headroom import PROCESS, of_largest_gradients
 from infinity.units.discover import ModelUnits, discover_model, unit_size_of
 
 if TYPE_CHECKING:
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
 
 _RESERVE = 1 << 30
 """Bytes of host memory that `auto` leaves to the process, beside an eighth of what is free."""
-_PROCESS = 32 << 20
-"""Bytes of host memory that a process takes beside the plan until its second step, without activations: threads,
-libraries that forward and backward load, Python's objects. 25 MB were measured with a small GPT-2 and torch 2.13."""
 _SLACK = 4 << 20
 """Bytes by which a limit is to be raised beyond what is missing."""
 _UNLIMITED = (1 << 63) - 1
@@ -118,7 +116,7 @@ def check_memory(
 ) -> None:
     """Raise OutOfMemoryError, with a change that suffices, if the plan exceeds a limit or the memory that is available.
 
-    plan: that of `config` and `budget`. A process takes `_PROCESS` bytes of host memory beside it. model: whose
+    plan: that of `config` and `budget`. A process takes `PROCESS` bytes of host memory beside it. model: whose
     parameters have their memory already, beside the available bytes; None: they need none. limit: what bounds the
     host's memory (`memory_limit`).
 
@@ -126,40 +124,65 @@ def check_memory(
     """
 
     def lacks(plan: Plan, freed: int = 0) -> Shortage | None:
-        return shortage(plan, {**available, TierKind.HOST: available[TierKind.HOST] - _PROCESS + freed})
+        return shortage(plan, {**available, TierKind.HOST: available[TierKind.HOST] - PROCESS + freed})
 
     short = lacks(plan)
     if short is None:
-        left = available[TierKind.HOST] - plan.peak_of_host() - _PROCESS
+        left = available[TierKind.HOST] - plan.peak_of_host() - PROCESS
         _warn_of_checkpoints(plan, left + (0 if model is None else host_bytes(model)))
         return
-    of_host = short.tier.in_host_memory and not short.key
-    more = _PROCESS if short.tier is TierKind.HOST and not short.key else 0
-    fix = remedy(config, plan, budget, short, replan, lacks, more)
-    if model is not None and of_host:
-        model_bytes = host_bytes(model)
-        if short.needed <= short.available + model_bytes:
-            fix = f"{_construction(config, short.needed - short.available, model_bytes)}, or {fix}"
-        elif fitting(config, plan, budget, short, replan, lacks) is None:
-            without = partial(lacks, freed=model_bytes)
-            change = fitting(
-                config, plan, budget, short._replace(available=short.available + model_bytes), replan, without
-            )
-            if change is not None:
-                still = needed(change.plan, short.tier) - short.available
-                fix = f"{_construction(config, still, model_bytes)}, and {change}"
-    if of_host and plan.device.host_addressable:
-        if more:
-            fix += f". {show_bytes(more)} of the needed bytes are for threads and libraries"
-        fix += ". Activations take memory in addition: infinity plan counts them, and advises changes that suffice"
-    name, beyond = limit if of_host else ("", 0)
+    if not short.tier.in_host_memory or short.key:
+        fix = remedy(config, plan, budget, short, replan, lacks)
+        raise OutOfMemoryError(short.name, short.needed, short.available, fix)
+    of_backward = of_largest_gradients(plan)
+    more = PROCESS if short.tier is TierKind.HOST else 0
+    changes = partial(_changes, config, plan, budget, short, replan, lacks, model)
+    spared = changes(of_backward)
+    fix = spared or changes(0) or remedy(config, plan, budget, short, replan, lacks, more)
+    if spared and of_backward:
+        fix += f". That leaves {show_bytes(of_backward)} for the largest gradients"
+    on_host = plan.device.host_addressable
+    if on_host:
+        before = "Activations come in addition: infinity plan counts them, and advises changes that suffice. "
+        fix = f"{before}To start, without activations: {fix}"
+    if on_host and more:
+        fix += f". {show_bytes(more)} of the needed bytes are for threads and libraries"
+    name, beyond = limit
     if name:
         # Another process differs by some pages, and by blocks that glibc has kept.
-        missing = short.needed - short.available + beyond + _SLACK
+        missing = short.needed - short.available + beyond + _SLACK + of_backward
         exceeds = f", which this process exceeds by {show_bytes(beyond)}," if beyond else ""
-        fix += f". Without these changes, raise {name}{exceeds} by {-(-missing >> 10):,} KiB"
+        beside = " and by the activations" if on_host else ""
+        fix += f". Without these changes, raise {name}{exceeds} by {-(-missing >> 10):,} KiB{beside}"
     where = f"{short.name} ({name})" if name else short.name
     raise OutOfMemoryError(where, short.needed + more, short.available + more, fix)
+
+
+def _changes(
+    config: Config,
+    plan: Plan,
+    budget: Budget,
+    short: Shortage,
+    replan: Replan,
+    lacks: Callable[..., Shortage | None],
+    model: nn.Module | None,
+    kept: int,
+) -> str:
+    """Return changes of the config or of the model's construction with which the plan fits host memory, and leaves
+    `kept` bytes for backward; empty if none do. Arguments: of `check_memory`.
+    """
+    short = short._replace(available=short.available - kept)
+    change = fitting(config, plan, budget, short, replan, partial(lacks, freed=-kept))
+    model_bytes = 0 if model is None else host_bytes(model)
+    if not model_bytes or short.needed <= short.available + model_bytes or change is not None:
+        alone = short.needed <= short.available + model_bytes
+        construct = _construction(config, short.needed - short.available, model_bytes) if alone else ""
+        return ", or ".join(filter(None, (construct, str(change or ""))))
+    beside = short._replace(available=short.available + model_bytes)
+    change = fitting(config, plan, budget, beside, replan, partial(lacks, freed=model_bytes - kept))
+    if change is None:
+        return ""
+    return f"{_construction(config, needed(change.plan, short.tier) - short.available, model_bytes)}, and {change}"
 
 
 def _construction(config: Config, missing: int, model_bytes: int) -> str:

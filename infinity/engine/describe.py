@@ -16,6 +16,7 @@ from infinity.plan.plan import Plan
 from infinity.sizes import counted, show_bytes
 from infinity.tier_kind import TierKind
 from infinity.tiers.available import available_memory, memory_limit
+from infinity.tiers.headroom import PROCESS, of_largest_gradients
 
 _HEAD = ("unit", "parameters", "dtype", "param", "gradient", "master and moments")
 _KINDS = {State.PARAM: "params", State.GRAD: "gradients", State.OPTIM: "optimizer"}
@@ -89,9 +90,9 @@ def summarize(plan: Plan) -> str:
 def left_under_limit(plan: Plan) -> Iterator[str]:
     """Yield what a container or a ulimit leaves for activations, if that is little and they are in host memory."""
     name, _ = memory_limit()
-    left = available_memory()
+    left = max(0, available_memory() - PROCESS - of_largest_gradients(plan))
     if name and plan.device.host_addressable and left < _LITTLE:
-        yield f"{name} leaves {show_bytes(left)} for activations; infinity plan predicts what they take"
+        yield f"{name} leaves about {show_bytes(left)} for activations; infinity plan predicts what they take"
 
 
 def plain_loop(plan: Plan, beside: str = "") -> Iterator[str]:

@@ -131,7 +131,9 @@ def test_what_backward_takes_has_to_be_left_in_a_forward(
     found.look(use("a"))
     machine.take(20)
     found.look(use("b", 1))
-    said = "The model has just taken 20.97 MB. Backward takes more: the largest gradient alone has 105 MB. If"
+    said = (
+        "The model has just taken 20.97 MB. The loss and backward take more: the largest gradient alone has 105 MB. If"
+    )
     assert (said in caplog.text) is is_announced
 
 
