@@ -159,6 +159,12 @@ def config_beside(checkpoint: Path) -> Path | None:
     return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
 
 
+def is_exported(folder: Path) -> bool:
+    """Return whether a folder has a model's weights, as `save_model` writes them, and no checkpoint."""
+    weights = any((folder / name).is_file() for name in (WEIGHTS, WEIGHTS_INDEX))
+    return weights and not any((folder / name).exists() for name in (LATEST, INDEX))
+
+
 def _check_quantised(index: Index) -> None:
     """Raise CheckpointError for a weight of bitsandbytes: a checkpoint holds codes and scales, and not their format."""
     for name in index.parameters:

@@ -47,10 +47,12 @@ def run_export(
     if limit == 0:
         fail("--max-shard-size must be more than 0 bytes", USAGE)
     with one_line_errors():
-        from infinity.checkpoint.export import CONFIG, DTYPES, config_beside, export
+        from infinity.checkpoint.export import CONFIG, DTYPES, config_beside, export, is_exported
 
         if dtype is not None:
             check_one_of("--dtype", dtype, list(DTYPES))
+        if tag is None and is_exported(checkpoint):
+            fail(f"{checkpoint} has weights, which from_pretrained reads: there is nothing to export")
         others = config_from or config_beside(checkpoint)
         with progress(shown=True) as step:
             export(

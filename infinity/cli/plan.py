@@ -26,7 +26,7 @@ from infinity.cli.console import (
 from infinity.cli.plan_config import assumed, kept, load
 from infinity.cli.plan_shown import shown, striping
 from infinity.config import Config
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
 from infinity.sim.gpt2 import GPT2Config, PlannedModel, gpt2, of_transformers
 from infinity.sim.machine import Links, Machine
 from infinity.sim.measured import MeasuredTimes
@@ -145,7 +145,10 @@ def _measured(flags: Flags, job: _Job) -> _Job:
         return job
     from infinity.cli.links.bench import baseline_rss
 
-    nbytes = baseline_rss()
+    try:
+        nbytes = baseline_rss()
+    except InfinityError:  # such as in a container that does not hold a second process
+        return job
     return replace(job, make=lambda: replace(job.make(), process=nbytes, is_process_measured=True))
 
 

@@ -80,6 +80,8 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
         )
     for line in found.advice:
         yield f"advice: {line}"
+    if found.is_process_measured and any("infinity.Init" in line for line in found.advice):
+        yield "from_pretrained constructs a model so after a Trainer's TrainingArguments(deepspeed=…)"
 
 
 def striping(config: Config) -> Iterator[str]:

@@ -21,6 +21,7 @@ from infinity.sim.gpt2 import WITH_COMPILER, PlannedModel, language_model
 _FORM = "--module takes FILE.py:FUNCTION"
 _NAME = "_infinity_planned"
 """Name in sys.modules of the user's file, where dataclasses and pickles look it up."""
+_ONLY_SHAPES = ". A plan has shapes and no values: no shape may depend on values"
 _OF_VALUES = ("meta tensor", "Meta tensor", "item()", "data-dependent", "DataDependent", "nonzero", "no data!")
 """Parts of torch's errors on the meta device for operations that need values."""
 
@@ -136,7 +137,10 @@ def _called(what: str, function: Callable[..., Any], *arguments: Any, device: st
         reason = f"{type(error).__name__}: {text:.300}" if text else type(error).__name__
         hint = ""
         if any(part in f"{type(error).__name__} {error}" for part in _OF_VALUES):
-            hint = ". A plan has shapes and no values: no shape may depend on values, and no weights may be loaded"
+            hint = f"{_ONLY_SHAPES}, and no weights may be loaded"
+        if "nonzero" in str(error):  # a routing of experts, of which torch advises a switch
+            reason = f"{type(error).__name__} for nonzero(), whose shape follows from values"
+            hint = f"{_ONLY_SHAPES}. For experts, plan a stand-in that gives each as many tokens"
         raise ConfigError(f"{what} raises {reason}{hint}.") from error
     except SystemExit as error:
         raise ConfigError(f'{what} exits ({error.code}). Guard what trains by if __name__ == "__main__".') from error

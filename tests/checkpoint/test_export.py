@@ -206,6 +206,13 @@ def test_the_command_copies_the_config_beside_a_trainers_checkpoint(tag: str, tm
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
 
 
+def test_a_folder_that_has_weights_already_is_named(tmp_path: Path) -> None:
+    """A Trainer's save_model writes weights or a checkpoint, whichever memory holds."""
+    saved_engine(tmp_path / "saved").close()
+    out = export(tmp_path / "saved", tmp_path / "out")
+    commands.refused(1, "has weights, which from_pretrained reads", "export", out, tmp_path / "again")
+
+
 CONFIG: dict[str, Any] = {
     "model_type": "both",
     "dtype": "float32",

@@ -245,7 +245,7 @@ def test_buffers_of_a_module_count_where_the_model_computes(gpus: int, own: Path
     ("name", "text"),
     [
         ("absent", "has no function absent"),
-        ("depends", "no shape may depend on values"),
+        ("depends", "no shape may depend on values. For experts, plan a stand-in that gives each as many tokens"),
         ("vector", "returns a tensor of shape (64, 64). Return the loss, a scalar"),
         ("raises", "forward of Raises on the meta device raises RuntimeError: "),
         ("alone", "alone() returns Net without inputs. Return (module, inputs)"),

@@ -81,6 +81,11 @@ def baseline_rss() -> int:
     """
     command = [sys.executable, "-I", "-c", _TRAINING, json.dumps(sys.path)]
     ended = subprocess.run(command, capture_output=True, text=True, env=_of_one_rank())
+    if ended.returncode < 0:
+        raise InfinityError(
+            "a process that trains a small layer was killed: memory is too small for Python and its libraries. Measure "
+            "on a machine or in a container with more"
+        )
     if ended.returncode:
         reason = (ended.stderr.splitlines() or ["no output"])[-1]
         raise InfinityError(f"a process that imports torch and infinity ended with {ended.returncode}: {reason}")
