@@ -15,7 +15,7 @@ from torch import nn
 import infinity
 from infinity.comm.communicator import Communicator
 from infinity.config import Config
-from infinity.engine.describe import describe
+from infinity.engine.describe import describe, left_under_limit
 from infinity.engine.wiring import plan_model
 from infinity.errors import OutOfMemoryError
 from infinity.plan.placement import State
@@ -371,3 +371,25 @@ def test_only_what_the_device_copies_is_pinned(tmp_path: Path, clip: float, pin:
     assert all(before[1] <= after[0] for before, after in pairwise(pinned))
     on_host = plan_model(model, Config.load(config), [], CpuDevice(), Communicator(CpuDevice())).plan
     assert not on_host.pinned(TierKind.HOST)
+
+
+@pytest.mark.parametrize(
+    ("limit", "left", "said"),
+    [
+        ("the container's limit", 500_000_000, "the container's limit leaves about 466 MB for activations"),
+        ("ulimit -d", 1_000, "ulimit -d leaves about 0 B for activations"),
+        ("", 500_000_000, ""),
+        ("the container's limit", 3_000_000_000, ""),
+    ],
+)
+def test_what_a_small_limit_leaves_for_activations_is_said(
+    limit: str, left: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less what threads, libraries and the largest gradients take."""
+    monkeypatch.setattr("infinity.engine.describe.memory_limit", lambda: (limit, 0))
+    monkeypatch.setattr("infinity.engine.describe.available_memory", lambda: left)
+    model, seam = seeded(Stack), CpuDevice()
+    groups = [{"params": list(model.parameters())}]
+    plan = plan_model(model, engine_config(folder=tmp_path), groups, seam, Communicator(seam)).plan
+    (line, *_) = [*left_under_limit(plan), ""]
+    assert line.startswith(said) and bool(line) == bool(said)
