@@ -41,7 +41,8 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     table.add_row("peak", *(_cell(needs.peak[tier]) for tier in TierKind), style="bold")
     table.add_row("available", *(_cell(needs.available[tier]) for tier in TierKind))
     yield table
-    yield from plain_loop(found.plan, ", beside activations and processes")
+    beside = needs.tiers[TierKind.HOST]["activations"] + needs.tiers[TierKind.HOST]["processes"]
+    yield from plain_loop(found.plan, beside if found.ranks_per_node == 1 and not machine.gpus else None)
     yield from notes
     if needs.returns_freed:
         yield (
@@ -60,7 +61,7 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
         yield (
             f"infinity.speculate: {found.plan.drafted_share:.0%} of the parameters are updated in backward, before the "
             "gradient norm is known. Updates are repeated if clipping then changes the gradients, which a predicted "
-            "step does not count. Second slots of their states are in the table"
+            "step does not count. The table counts a second slot of their states"
         )
     if seen is not None:
         how = ", measured here" if found.is_measured else ""

@@ -143,7 +143,7 @@ def check_memory(
         fix += f". That leaves {show_bytes(of_backward)} for the largest gradients"
     on_host = plan.device.host_addressable
     if on_host:
-        before = "Activations come in addition: infinity plan counts them, and advises changes that suffice. "
+        before = "activations come in addition, which infinity plan counts when it advises. "
         fix = f"{before}To start, without activations: {fix}"
     if on_host and more:
         fix += f". {show_bytes(more)} of the needed bytes are for threads and libraries"
@@ -152,8 +152,8 @@ def check_memory(
         # Another process differs by some pages, and by blocks that glibc has kept.
         missing = short.needed - short.available + beyond + _SLACK + of_backward
         exceeds = f", which this process exceeds by {show_bytes(beyond)}," if beyond else ""
-        beside = " and by the activations" if on_host else ""
-        fix += f". Without these changes, raise {name}{exceeds} by {-(-missing >> 10):,} KiB{beside}"
+        room = ", which leaves room for the largest gradients, and by the activations" if on_host else ""
+        fix += f". Without these changes, raise {name}{exceeds} by {-(-missing >> 10):,} KiB{room}"
     where = f"{short.name} ({name})" if name else short.name
     raise OutOfMemoryError(where, short.needed + more, short.available + more, fix)
 

@@ -95,11 +95,11 @@ def left_under_limit(plan: Plan) -> Iterator[str]:
         yield f"{name} leaves about {show_bytes(left)} for activations; infinity plan predicts what they take"
 
 
-def plain_loop(plan: Plan, beside: str = "") -> Iterator[str]:
+def plain_loop(plan: Plan, beside: int | None = None) -> Iterator[str]:
     """Yield the bytes of states that a loop without an engine holds on every rank: parameters, gradients, fp32 masters
     of 16-bit parameters, and fp32 moments. Rules in Python have states of their own, which are not known here.
 
-    beside: what takes memory in addition.
+    beside: bytes of activations and processes in addition; None: they are not known.
     """
     nbytes, states = 0, "optimizer states" if plan.update is not None else ""
     for layout in plan.units:
@@ -116,7 +116,10 @@ def plain_loop(plan: Plan, beside: str = "") -> Iterator[str]:
     held = f"parameters, gradients and {states}" if states else "parameters"
     ours = sum(of_tier for tier, of_tier in plan.nbytes().items() if tier.in_memory)
     why = "; buffers have a least size, so a model as small as this saves none" if nbytes < min(ours, _TINY) else ""
-    yield f"a plain PyTorch loop holds {show_bytes(nbytes)} of {held} in memory{beside}{why}"
+    total = ""
+    if beside is not None:
+        total = f", and at least {show_bytes(nbytes + beside)} with the activations and processes of this table"
+    yield f"a plain PyTorch loop holds {show_bytes(nbytes)} of {held} in memory{total}{why}"
 
 
 def _held(plan: Plan) -> Iterator[str]:
