@@ -153,10 +153,11 @@ def export(
 
 def config_beside(checkpoint: Path) -> Path | None:
     """Return the folder with the config.json that a Trainer writes beside a checkpoint: `checkpoint`, or the one above
-    the folder of a tag. None if there is none.
+    the folder of a tag. None if no Trainer wrote it: another folder's files are not published unasked.
     """
     folders = [checkpoint, *([checkpoint.absolute().parent] if (checkpoint / INDEX).is_file() else [])]
-    return next((folder for folder in folders if (folder / CONFIG).is_file()), None)
+    names = (CONFIG, "training_args.bin")
+    return next((folder for folder in folders if all((folder / name).is_file() for name in names)), None)
 
 
 def is_exported(folder: Path) -> bool:

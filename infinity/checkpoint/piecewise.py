@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -137,15 +137,23 @@ class TensorFile:
             self._first = 8 + length
             self._tensors = json.loads(file.read(length))
 
-    def read(self, name: str, start: int, target: torch.Tensor) -> None:
-        """Fill `target`, contiguous and in the tensor's dtype, with elements from number `start` of the flattened
-        tensor on. Raises OSError, and CheckpointError if the file ends before.
+    def read(self, name: str, runs: Iterable[tuple[int, int]], dtype: torch.dtype) -> torch.Tensor:
+        """Return the elements of `runs`, one after the other, (n,) in the tensor's dtype.
+
+        runs: (first element in the flattened tensor, number of elements). Raises OSError, and CheckpointError if the
+        file ends before.
         """
-        place = self._first + self._tensors[name]["data_offsets"][0] + start * target.element_size()
-        memory: memoryview = target.view(-1).view(torch.uint8).numpy().data
+        runs, width = list(runs), dtype.itemsize
+        values = torch.empty(sum(numel for _, numel in runs), dtype=dtype)
+        memory: memoryview = values.view(torch.uint8).numpy().data
+        first = self._first + self._tensors[name]["data_offsets"][0]
         with open_input(self._path) as file:
-            while memory:
-                count = os.preadv(file.fileno(), [memory], place)
-                if not count:
-                    raise CheckpointError(f"{self._path} was cut short while it was read: use another checkpoint")
-                memory, place = memory[count:], place + count
+            for start, numel in runs:
+                part, memory = memory[: numel * width], memory[numel * width :]
+                place = first + start * width
+                while part:
+                    count = os.preadv(file.fileno(), [part], place)
+                    if not count:
+                        raise CheckpointError(f"{self._path} was cut short while it was read: use another checkpoint")
+                    part, place = part[count:], place + count
+        return values

@@ -163,20 +163,13 @@ class CheckpointFolder:
             runs = [((blocks.start or 0) + start // kind.per, kind.length(stop) - start // kind.per)]
         else:
             runs = list(piece.runs(start, stop - start))
-        values = torch.empty(sum(numel for _, numel in runs), dtype=kind.dtype)
-        if self.index.shards:
-            # One read of what lies between, too: each opens files.
-            low, high = runs[0][0], sum(runs[-1])
-            found = self._shards.read(piece.name, kind, low * kind.per, high * kind.per)
-        done = 0
-        for first, numel in runs:
-            part = values[done : done + numel]
-            if self.index.shards:
-                part.copy_(found[first - low : first - low + numel])
-            else:
-                self._file(self.index.parameters[piece.name].file).read(key(kind.name, piece.name), first, part)
-            done += numel
-        return values
+        if not self.index.shards:
+            file = self._file(self.index.parameters[piece.name].file)
+            return file.read(key(kind.name, piece.name), runs, kind.dtype)
+        # One read of what lies between runs, too: each opens files.
+        low, high = runs[0][0], sum(runs[-1])
+        found = self._shards.read(piece.name, kind, low * kind.per, high * kind.per)
+        return torch.cat([found[first - low : first - low + numel] for first, numel in runs])
 
     def _read_shards(self, piece: Piece, kind: StateKind) -> torch.Tensor:
         whole = self._shards.read(piece.name, kind).view(kind.shape_in(self.index.parameters[piece.name].shape))

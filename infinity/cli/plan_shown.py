@@ -82,7 +82,7 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     for line in found.advice:
         yield f"advice: {line}"
     if found.is_process_measured and any("infinity.Init" in line for line in found.advice):
-        yield "from_pretrained constructs a model so after a Trainer's TrainingArguments(deepspeed=…)"
+        yield "With a Trainer, from_pretrained does this if TrainingArguments(deepspeed=…) is constructed before it"
 
 
 def striping(config: Config) -> Iterator[str]:

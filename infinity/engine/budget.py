@@ -114,7 +114,8 @@ def check_memory(
     model: nn.Module | None = None,
     limit: tuple[str, int] = ("", 0),
 ) -> None:
-    """Raise OutOfMemoryError, with a change that suffices, if the plan exceeds a limit or the memory that is available.
+    """Raise OutOfMemoryError if the plan exceeds a limit or the memory that is available, with a change that suffices
+    but for activations, which are not known here.
 
     plan: that of `config` and `budget`. A process takes `PROCESS` bytes of host memory beside it. model: whose
     parameters have their memory already, beside the available bytes; None: they need none. limit: what bounds the
@@ -174,9 +175,9 @@ def _changes(
     short = short._replace(available=short.available - kept)
     change = fitting(config, plan, budget, short, replan, partial(lacks, freed=-kept))
     model_bytes = 0 if model is None else host_bytes(model)
-    if not model_bytes or short.needed <= short.available + model_bytes or change is not None:
-        alone = short.needed <= short.available + model_bytes
-        construct = _construction(config, short.needed - short.available, model_bytes) if alone else ""
+    alone = short.needed <= short.available + model_bytes
+    construct = _construction(config, short.needed - short.available, model_bytes) if alone else ""
+    if alone or change is not None or not model_bytes:
         return ", or ".join(filter(None, (construct, str(change or ""))))
     beside = short._replace(available=short.available + model_bytes)
     change = fitting(config, plan, budget, beside, replan, partial(lacks, freed=model_bytes - kept))

@@ -57,6 +57,7 @@ class StepReports:
         """Loss and divisor of the step's calls of `engine.backward`; collected for monitors only."""
         self._last: torch.Tensor | None = None
         self._backwards = 0
+        """Loss of the last call of `engine.backward`, and the number of them in this step."""
         self._ledger = ledger
         self._recorder = device.recorder
         self._clock = StepClock(device.torch_device) if config.wall_clock_breakdown and main else None

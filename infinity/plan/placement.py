@@ -32,7 +32,7 @@ EXTENT_ALIGNMENT = 64 << 10
 DISK_TILE = 1 << 20
 """Elements of a tile on nvme: six buffers of it are allocated, and larger ones are no faster."""
 RANGE = 1 << 20
-"""Elements that `shard_ranges` has in memory at once, if tiles on a disk are no larger."""
+"""Elements that `shard_ranges` has in memory at once, over all shards in memory, or of each on a disk in such tiles."""
 WHOLE_SHARD = 1 << 40
 """Elements of a tile in memory, at least those of any shard: a unit is one call of the kernel."""
 
@@ -106,7 +106,7 @@ def unit_tiles(layout: UnitLayout, rank: int, tile_size: int, states: StateForma
 
 def shard_ranges(layout: UnitLayout, tile_size: int | None) -> list[tuple[int, int]]:
     """Return the ranges [start, stop) of a shard's elements in which checkpoints read and write it, so that memory
-    holds a part of the unit: about `RANGE` elements of all shards. The same for every shard.
+    holds a part of the unit. The same for every shard.
 
     tile_size: elements of the tiles of optimizer states on a disk; None: they are in memory, or the unit is frozen.
     """

@@ -42,12 +42,9 @@ def fewer_activations(
     """
 
     def tried(make: Callable[[], PlannedModel], config: Config, change: str) -> Iterator[Variant]:
-        try:
-            plan, after = predicted(make(), config)
-        except Exception:  # noqa: BLE001 - of a user's block that cannot be recomputed: this change is not advised
-            return
-        if needs.peak[tier] - after.peak[tier] >= _LEAST_SHARE * needs.peak[tier]:
-            yield Variant(change, after, plan, config)
+        for variant in _predicted(predicted, make, config, change):
+            if needs.peak[tier] - variant.needs.peak[tier] >= _LEAST_SHARE * needs.peak[tier]:
+                yield variant
 
     before, done = needs, ""
     if (again := recomputed(make())) is not None:
@@ -70,7 +67,6 @@ def in_bf16(
     make: Callable[[], PlannedModel],
     config: Config,
     machine: Machine,
-    needs: Needs,
     predicted: Predicted,
     tier: TierKind,
 ) -> Iterator[Variant]:
@@ -78,14 +74,21 @@ def in_bf16(
     if config.bf16.enabled or config.fp16.enabled:
         return
     lower = config.model_copy(update={"bf16": config.bf16.model_copy(update={"enabled": True})})
+    for alone in _predicted(predicted, make, lower, "set bf16.enabled to true"):
+        yield alone
+        for variant in fewer_activations(make, lower, machine, alone.needs, predicted, tier):
+            yield replace(variant, change=f"{alone.change}, and {variant.change}")
+
+
+def _predicted(
+    predicted: Predicted, make: Callable[[], PlannedModel], config: Config, change: str
+) -> Iterator[Variant]:
+    """Yield a changed run; nothing if the model cannot run so."""
     try:
-        plan, after = predicted(make(), lower)
-    except Exception:  # noqa: BLE001 - of a user's model that mixes dtypes
+        plan, needs = predicted(make(), config)
+    except Exception:  # noqa: BLE001 - of a user's block that cannot be recomputed, or mixes dtypes
         return
-    change = "set bf16.enabled to true"
-    yield Variant(change, after, plan, lower)
-    for variant in fewer_activations(make, lower, machine, after, predicted, tier):
-        yield replace(variant, change=f"{change}, and {variant.change}")
+    yield Variant(change, needs, plan, config)
 
 
 def recomputed(model: PlannedModel) -> PlannedModel | None:

@@ -191,7 +191,8 @@ def advice(start: Variant, savings: Savings) -> Iterator[str]:
     for tier in needs.lacking:
         yield f"{memory_name(tier)} is {show_bytes(-needs.spare(tier))} too small: {_changes(start, tier, savings)}"
     if needs.is_tight:
-        search = _Search(start, TierKind.HOST, savings)
+        # `construction` names a model in memory that does not fit beside the run as it is.
+        search = _Search(TierKind.HOST, savings, [start], savings.activations(TierKind.HOST), constructs=False)
         if found := search.enough(reserve=1):
             yield f"to leave {show_bytes(needs.reserve)}, {found}"
 
@@ -217,8 +218,8 @@ def _changes(start: Variant, tier: TierKind, savings: Savings) -> str:
         native = [layout for layout in plan.units if layout.trainable and not layout.windows]
         is_small = not native or plan.policy.states(native[0]).bytes_per_element <= 5
         return "use a larger drive or more nodes" + ("" if is_small else ', or infinity.moments "8bit"')
-    search = _Search(start, tier, savings)
-    for attempt in (search, search.in_bf16()):
+    search = _Search(tier, savings, [start], savings.activations(tier))
+    for attempt in (search, _Search(tier, savings, [], savings.precision(tier))):
         # Runs differ from predictions: a part of the reserve is better than none.
         for reserve in (1, 0.5, 0):
             if found := attempt.enough(reserve=reserve):
@@ -229,16 +230,20 @@ def _changes(start: Variant, tier: TierKind, savings: Savings) -> str:
 class _Search:
     """Finds changes with which a plan fits a memory: of states and buffers, of activations, or one of each."""
 
-    def __init__(self, start: Variant, tier: TierKind, savings: Savings) -> None:
-        self._tier, self._savings = tier, savings
-        self._known = [start]
-        self._more = savings.activations(tier)
-
-    def in_bf16(self) -> _Search:
-        """Return a search among changes to bf16."""
-        search = _Search(self._known[0], self._tier, self._savings)
-        search._known, search._more = [], self._savings.precision(self._tier)
-        return search
+    def __init__(
+        self,
+        tier: TierKind,
+        savings: Savings,
+        known: list[Variant],
+        more: Iterator[Variant],
+        *,
+        constructs: bool = True,
+    ) -> None:
+        """known, more: runs that are tried, which `more` simulates. constructs: name a model in memory, too, that does
+        not fit beside a change.
+        """
+        self._tier, self._savings, self._constructs = tier, savings, constructs
+        self._known, self._more = known, more
 
     def enough(self, *, reserve: float) -> str:
         """Return changes that suffice; an empty text if none do. reserve: as of `Needs.bound`."""
@@ -253,9 +258,8 @@ class _Search:
 
     def _construction(self, variant: Variant, freed: int = 0) -> str:
         """Return the change of the model's construction that the others need beside them; empty if they need none."""
-        needs = variant.needs
-        lacks = needs.limits and needs.lacking_at_start(freed if self._tier is TierKind.HOST else 0) > 0
-        return _construct(needs) if lacks else ""
+        lacking = variant.needs.lacking_at_start(freed if self._tier is TierKind.HOST else 0)
+        return _construct(variant.needs) if self._constructs and lacking > 0 else ""
 
     def least(self) -> str:
         """Return the bytes that the plan needs with all changes."""

@@ -132,7 +132,7 @@ def predict(
 
     savings = Savings(
         activations=partial(fewer_activations, make, config, machine, needs, predicted),
-        precision=partial(in_bf16, make, config, machine, needs, predicted),
+        precision=partial(in_bf16, make, config, machine, predicted),
         remedy=lambda short: remedy(config, plan, budget, short, replan, lambda plan: next(exceeded(plan), None)),
         planned=lambda variant, short: trials(
             variant.config, variant.plan, budget, short, replan, partial(_lacks, short)

@@ -195,10 +195,12 @@ def test_the_command_copies_the_config_beside_a_trainers_checkpoint(tag: str, tm
     folder.rename(folder.with_name("global_step0"))
     (tmp_path / "checkpoint-5" / "latest").write_text("global_step0")
     source = tmp_path / "checkpoint-5" / tag
-    result = commands.run("export", source, tmp_path / "without")
-    assert result.exit_code == 0 and "has no config.json, which from_pretrained needs" in result.stderr
     for name in ("config.json", "tokenizer.json", "trainer_state.json", "optimizer.pt"):
         (tmp_path / "checkpoint-5" / name).write_text("{}")
+    result = commands.run("export", source, tmp_path / "without")  # a folder of no Trainer
+    assert result.exit_code == 0 and "has no config.json, which from_pretrained needs" in result.stderr
+    assert [path.name for path in (tmp_path / "without").iterdir()] == ["model.safetensors"]
+    (tmp_path / "checkpoint-5" / "training_args.bin").write_bytes(b"")
     result = commands.run("export", source, tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert "were copied from" in result.stderr

@@ -281,10 +281,9 @@ def test_a_file_that_is_cut_short_while_it_is_read(tmp_path: Path) -> None:
     file.write("a", 3, torch.ones(3))
     file.write("a", 0, torch.zeros(3))
     assert file.is_whole and file.finish().crc32 == zlib.crc32(path.read_bytes())
-    opened, found = TensorFile(path), torch.empty(4)
-    opened.read("a", 1, found)
-    assert found.tolist() == [0, 0, 1, 1]
+    opened = TensorFile(path)
+    assert opened.read("a", [(1, 2), (4, 1)], torch.float32).tolist() == [0, 0, 1]
     with path.open("r+b") as short:
         short.truncate(path.stat().st_size - 4)
     with pytest.raises(CheckpointError, match="was cut short"):
-        opened.read("a", 2, found)
+        opened.read("a", [(2, 4)], torch.float32)

@@ -404,6 +404,18 @@ def test_a_model_that_has_to_be_constructed_without_memory(share: float) -> None
     assert ("It fits if the model is constructed on the meta device" in printed) == (share == 1.06)
 
 
+def test_a_model_in_memory_that_a_change_leaves_no_room_for(tmp_path: Path) -> None:
+    """Activations that are no longer kept would have held it at the start."""
+    shape = (*DEEP[:-4], "--seq-length", "512", "--batch-size", "4")
+    before, after = (
+        planned(*shape, *extra, *MEMORY)["peak_host_bytes"] for extra in ((), ("--checkpoint-activations",))
+    )
+    host = round(1.06 * after)
+    assert host < before
+    (line, *_) = planned(*shape, "--host-memory", host, *MEMORY[2:], code=1)["advice"]
+    assert "checkpoint activations" in line and META in line
+
+
 def test_bf16_is_advised_where_fp32_does_not_fit(tmp_path: Path) -> None:
     """After all other changes: it is another precision."""
     file = tmp_path / "engine.json"
