@@ -882,7 +882,13 @@ def test_sigterm_ends_a_forked_child(tmp_path: Path) -> None:
     with open_engine(model(), engine_config(folder=tmp_path, durable=True)) as engine:
         context = multiprocessing.get_context("fork")
         begun = context.Event()
-        child = context.Process(target=lambda: (begun.set(), time.sleep(600)))
+
+        def sleep_on() -> None:
+            begun.set()
+            while True:  # a signal that arrives as a long sleep begins would be handled at its end
+                time.sleep(0.05)
+
+        child = context.Process(target=sleep_on)
         child.start()
         try:
             assert begun.wait(60)  # a signal that arrives before Python's work after a fork is dropped by it
