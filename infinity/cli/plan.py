@@ -23,9 +23,10 @@ from infinity.cli.console import (
     warnings_as_notes,
     write_output,
 )
-from infinity.cli.plan_config import assumed, kept, load
+from infinity.cli.plan_config import assumed, load
 from infinity.cli.plan_shown import shown, striping
 from infinity.config import Config
+from infinity.engine.describe import kept
 from infinity.errors import ConfigError, InfinityError
 from infinity.sim.gpt2 import GPT2Config, PlannedModel, gpt2, of_transformers
 from infinity.sim.machine import Links, Machine

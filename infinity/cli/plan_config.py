@@ -1,4 +1,4 @@
-"""The config of `infinity plan`: values in place of "auto", and lines that say which ones and what they change."""
+"""The config of `infinity plan`: values in place of "auto", and lines that name them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ from infinity.config.batch import resolve_batch
 from infinity.config.fields import show
 from infinity.deepspeed.settings import load_settings
 from infinity.errors import ConfigError
-from infinity.plan.placement import State
-from infinity.plan.plan import Plan
-from infinity.sizes import show_bytes
-from infinity.tier_kind import TierKind
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _OF_TRAINING_ARGUMENTS = {
@@ -36,8 +32,6 @@ _MICRO_BATCH = 8
 """Its default of per_device_train_batch_size."""
 _WITHOUT_EFFECT = ("optimizer.params.", "scheduler.params.")
 _FROM_MODEL = ("zero_optimization.stage3_prefetch_bucket_size",)
-_PLURALS = {State.PARAM: "parameters", State.GRAD: "gradients", State.OPTIM: "optimizer states"}
-_PLACES = {TierKind.DEVICE: "on the device", TierKind.HOST: "in host memory", TierKind.NVME: "on nvme"}
 
 
 def load(file: Path, batch: int | None, ranks: int, model: nn.Module | None) -> Config:
@@ -98,45 +92,3 @@ def assumed(config: Config) -> Iterator[str]:
         yield f'assumed in place of "auto": the default of {", ".join(default)}'
     if len(values) < len(filled):
         yield '"auto" in optimizer.params and scheduler.params changes neither bytes nor seconds'
-
-
-def kept(config: Config, plan: Plan, ranks_per_node: int) -> Iterator[str]:
-    """Yield each key that keeps states in a faster tier than `offload_*` names, with the bytes of a node."""
-    found: dict[tuple[str, TierKind, TierKind], dict[State, int]] = {}
-    for (_, state), extent in plan.placement.extents.items():
-        named = plan.policy.tier_of(state)
-        if extent.tier != named and extent.nbytes:
-            kinds = found.setdefault((_keeper(config, extent.tier, state), extent.tier, named), {})
-            kinds[state] = kinds.get(state, 0) + extent.nbytes * ranks_per_node
-    if plan.cached_bytes and (key := _source_of(config, "infinity.cache_bytes")):
-        where = _PLACES[TierKind.DEVICE] if plan.device.type != "cpu" else _PLACES[TierKind.HOST]
-        held = min(plan.cached_bytes, sum(layout.nbytes for layout in plan.units))
-        nbytes = show_bytes(held * ranks_per_node)
-        yield f"{key} keeps up to {nbytes} of parameters in buffers {where}; infinity.cache_bytes 0 keeps none"
-    for (key, tier, named), kinds in found.items():
-        parts = [f"{show_bytes(nbytes)} of {_PLURALS[state]}" for state, nbytes in kinds.items()]
-        listed = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
-        yield f"{key} keeps {listed} {_PLACES[tier]} instead of {_PLACES[named]}"
-
-
-def _keeper(config: Config, tier: TierKind, state: State) -> str:
-    """Return the key that keeps a state in `tier`, with its value, as the user wrote it."""
-    memory = config.infinity.memory
-    if tier.on_device:
-        name = next(
-            (key for key in ("device_optimizer", "device_states") if getattr(memory, key) is not None), "device"
-        )
-    else:
-        name = "host_params" if state is State.PARAM and memory.host_params is not None else "host"
-    dotted = f"infinity.memory.{name}"
-    if source := _source_of(config, dotted):
-        return source
-    value = getattr(memory, name)
-    in_bytes = name in ("host", "device", "device_states") and isinstance(value, int)
-    return f"{dotted} {show_bytes(value) if in_bytes else show(value)}"
-
-
-def _source_of(config: Config, dotted: str) -> str:
-    """Return the key of DeepSpeed, with its value, that sets `dotted`; empty if none does."""
-    mapped = (phrase.partition(" → ") for phrase in config.notes.mapped)
-    return next((source for source, _, target in mapped if target.startswith(f"{dotted} ")), "")

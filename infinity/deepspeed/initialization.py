@@ -33,7 +33,7 @@ from infinity.deepspeed.zero_init import outside_of_init
 from infinity.engine import schedules
 from infinity.engine.arguments import add_config_arguments, check_mpu, config_source
 from infinity.engine.base import open_engines
-from infinity.engine.describe import left_under_limit, summarize
+from infinity.engine.describe import kept, left_under_limit, summarize
 from infinity.engine.inference import InferenceEngine
 from infinity.engine.optimizer.unit_optimizer import ParamGroups
 from infinity.engine.training import TrainingEngine
@@ -100,7 +100,8 @@ def initialize(
         raise
     if engine.ranks.is_main_rank:
         plan = engine.parts.plan
-        lines = [f"states of {type(uncompiled(model)).__name__}", summarize(plan), *left_under_limit(plan)]
+        head = f"states of {type(uncompiled(model)).__name__}"
+        lines = [head, summarize(plan), *kept(config_of_model, plan), *left_under_limit(plan)]
         log_summary("\n".join(lines))
     forget(model.parameters())
     if wrapped.zero_optimization_partition_weights():

@@ -17,7 +17,7 @@ from torch import nn
 from infinity.checkpoint.format import Progress, aliases_of_buffers, persistent_buffers
 from infinity.comm.agreement.announcements import Announcement, Operation
 from infinity.comm.communicator import Communicator
-from infinity.engine.describe import describe, left_under_limit
+from infinity.engine.describe import describe, kept, left_under_limit
 from infinity.engine.input_dtypes import InputDtypes
 from infinity.engine.parts import EngineParts
 from infinity.engine.precision import ForwardPrecision, cast_buffers
@@ -84,7 +84,7 @@ class BaseEngine(ABC):
         if parts.ranks.is_main_rank:
             if line := config.notes.line():
                 logger.info("config: %s", line)
-            lines = [self.describe(), *left_under_limit(parts.plan)]
+            lines = [self.describe(), *kept(config, parts.plan), *left_under_limit(parts.plan)]
             logger.info("units and where their states live\n%s", "\n".join(lines))
 
     @abstractmethod

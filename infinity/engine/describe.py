@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from infinity.config.fields import show
 from infinity.plan.formats import MASTERS, StateFormat
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import State
@@ -16,10 +17,15 @@ from infinity.plan.plan import Plan
 from infinity.sizes import counted, show_bytes
 from infinity.tier_kind import TierKind
 from infinity.tiers.available import available_memory, memory_limit
-from infinity.tiers.headroom import PROCESS, of_largest_gradients
+from infinity.tiers.headroom import PROCESS
+
+if TYPE_CHECKING:
+    from infinity.config import Config
 
 _HEAD = ("unit", "parameters", "dtype", "param", "gradient", "master and moments")
 _KINDS = {State.PARAM: "params", State.GRAD: "gradients", State.OPTIM: "optimizer"}
+_PLURALS = {State.PARAM: "parameters", State.GRAD: "gradients", State.OPTIM: "optimizer states"}
+_PLACES = {TierKind.DEVICE: "on the device", TierKind.HOST: "in host memory", TierKind.NVME: "on nvme"}
 _WHEN = {
     "during_backward": "during backward",
     "after_backward": "after backward",
@@ -90,9 +96,54 @@ def summarize(plan: Plan) -> str:
 def left_under_limit(plan: Plan) -> Iterator[str]:
     """Yield what a container or a ulimit leaves for activations, if that is little and they are in host memory."""
     name, _ = memory_limit()
-    left = max(0, available_memory() - PROCESS - of_largest_gradients(plan))
+    left = max(0, available_memory() - PROCESS)
     if name and plan.device.host_addressable and left < _LITTLE:
-        yield f"{name} leaves about {show_bytes(left)} for activations; infinity plan predicts what they take"
+        yield (
+            f"{name} leaves about {show_bytes(left)} for activations and the gradients of backward, which infinity "
+            "plan predicts as activations"
+        )
+
+
+def kept(config: Config, plan: Plan, ranks: int = 1) -> Iterator[str]:
+    """Yield each key that keeps states in a faster tier than `offload_*` names, with the bytes of `ranks` ranks."""
+    found: dict[tuple[str, TierKind, TierKind], dict[State, int]] = {}
+    for (_, state), extent in plan.placement.extents.items():
+        named = plan.policy.tier_of(state)
+        if extent.tier != named and extent.nbytes:
+            kinds = found.setdefault((_keeper(config, extent.tier, state), extent.tier, named), {})
+            kinds[state] = kinds.get(state, 0) + extent.nbytes * ranks
+    if plan.cached_bytes and (key := _source_of(config, "infinity.cache_bytes")):
+        where = _PLACES[TierKind.HOST if plan.device.type == "cpu" else TierKind.DEVICE]
+        held = min(plan.cached_bytes, sum(layout.nbytes for layout in plan.units))
+        nbytes = show_bytes(held * ranks)
+        yield f"{key} keeps up to {nbytes} of parameters in buffers {where}; infinity.cache_bytes 0 keeps none"
+    for (key, tier, named), kinds in found.items():
+        parts = [f"{show_bytes(nbytes)} of {_PLURALS[state]}" for state, nbytes in kinds.items()]
+        listed = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+        yield f"{key} keeps {listed} {_PLACES[tier]} instead of {_PLACES[named]}"
+
+
+def _keeper(config: Config, tier: TierKind, state: State) -> str:
+    """Return the key that keeps a state in `tier`, with its value, as the user wrote it."""
+    memory = config.infinity.memory
+    if tier.on_device:
+        name = next(
+            (key for key in ("device_optimizer", "device_states") if getattr(memory, key) is not None), "device"
+        )
+    else:
+        name = "host_params" if state is State.PARAM and memory.host_params is not None else "host"
+    dotted = f"infinity.memory.{name}"
+    if source := _source_of(config, dotted):
+        return source
+    value = getattr(memory, name)
+    in_bytes = name in ("host", "device", "device_states") and isinstance(value, int)
+    return f"{dotted} {show_bytes(value) if in_bytes else show(value)}"
+
+
+def _source_of(config: Config, dotted: str) -> str:
+    """Return the key of DeepSpeed, with its value, that sets `dotted`; empty if none does."""
+    mapped = (phrase.partition(" → ") for phrase in config.notes.mapped)
+    return next((source for source, _, target in mapped if target.startswith(f"{dotted} ")), "")
 
 
 def plain_loop(plan: Plan, beside: int | None = None) -> Iterator[str]:

@@ -16,8 +16,11 @@ from torch import nn
 
 import infinity.deepspeed as deepspeed
 from infinity.errors import CheckpointError, ConfigError, UsageError
+from infinity.plan.placement import State
+from infinity.sizes import show_bytes
 
 Opens = Callable[..., Any]
+MAX_IN_CPU = "zero_optimization.offload_param.max_in_cpu"
 
 REFUSED = {
     "PipelineModule": "torch.distributed.pipelining",
@@ -131,6 +134,23 @@ def test_initialize_sums_up_the_states_where_only_warnings_are_shown(
     assert name == f"states of {type(engine.module).__name__}"
     assert any(line.startswith("this rank holds ") for line in lines)
     assert engine.training_engine.describe().endswith("\n\n" + "\n".join(lines))
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING], ids=["loop", "trainer"])
+def test_the_summary_names_the_key_that_keeps_states_in_memory(
+    level: int, opens: Opens, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """In DeepSpeed's words, with the bytes. Without the key no line names it."""
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    with caplog.at_level(level, logger=deepspeed.logger.name):
+        caplog.handler.setLevel(logging.NOTSET)
+        for more, count in (({}, 0), ({"max_in_cpu": 1e9}, 1)):
+            caplog.clear()
+            engine = opens(3, zero_optimization={"offload_param": {**nvme, **more}, "offload_optimizer": nvme})
+            extents = engine.training_engine.parts.plan.placement.extents
+            nbytes = show_bytes(sum(extent.nbytes for (_, state), extent in extents.items() if state is State.PARAM))
+            line = f"{MAX_IN_CPU} 1e+09 keeps {nbytes} of parameters in host memory instead of on nvme"
+            assert caplog.text.splitlines().count(line) == count, caplog.text
 
 
 def test_files_of_a_checkpoint_hold_its_stage_and_client_state(opens: Opens, tmp_path: Path) -> None:
