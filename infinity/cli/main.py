@@ -430,6 +430,10 @@ def plan(
     config: Annotated[
         Path | None, typer.Option(help="Engine's configuration; by default bf16 with all states on nvme.")
     ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Another value of a key, as bf16.enabled=true; repeatable."),
+    ] = None,
     train_batch: Annotated[
         bool, typer.Option("--train-batch", help="Steps are calls of engine.train_batch(blocks=...).")
     ] = False,
@@ -469,7 +473,7 @@ def plan(
     options = dict(locals())
     from infinity.cli.plan import Flags, run
 
-    run(Flags(**options))
+    run(Flags(**options | {"changes": changes or []}))
 
 
 @command("timeline")

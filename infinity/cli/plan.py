@@ -36,8 +36,6 @@ from infinity.sim.own_module import check_forward, of_file
 from infinity.sim.planner import assumed_rss, largest, predict
 from infinity.sizes import show_count
 
-_DEFAULT_BATCH = 8
-
 
 @dataclass(frozen=True)
 class Flags:
@@ -54,6 +52,7 @@ class Flags:
     model: Path | None
     module: str | None
     config: Path | None
+    changes: list[str]
     train_batch: bool
     bandwidths: Path | None
     gpus: int
@@ -244,17 +243,7 @@ def _tile_bytes(flags: Flags) -> int | None:
 
 
 def _config(flags: Flags, ranks: int, model: PlannedModel | None) -> Config:
-    batch = flags.batch_size
-    if flags.config is None:
-        place = {"device": "nvme", "nvme_path": "."}
-        return Config.load(
-            {
-                "train_batch_size": batch or _DEFAULT_BATCH * ranks,
-                "bf16": {"enabled": True},
-                "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
-            }
-        )
-    config = load(flags.config, batch, ranks, None if model is None else model.module)
+    config = load(flags.config, flags.batch_size, ranks, None if model is None else model.module, flags.changes)
     if flags.max_model and config.infinity.cache_bytes and config.zero_optimization.stage < 3 and config.notes.filled:
         raise ConfigError(
             '--max-model: a config of stage 0 to 2 with "auto" keeps a whole model in memory: use stage 3'

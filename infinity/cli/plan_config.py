@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +35,28 @@ _WITHOUT_EFFECT = ("optimizer.params.", "scheduler.params.")
 _FROM_MODEL = ("zero_optimization.stage3_prefetch_bucket_size",)
 
 
-def load(file: Path, batch: int | None, ranks: int, model: nn.Module | None) -> Config:
-    """Return the config in `file`, with TrainingArguments' defaults in place of "auto".
+def load(
+    file: Path | None, batch: int | None, ranks: int, model: nn.Module | None, changes: Sequence[str] = ()
+) -> Config:
+    """Return the config in `file`, with TrainingArguments' defaults in place of "auto"; without a file, the default.
 
     A config with "auto" is one that a trainer fills, so absent keys get DeepSpeed's defaults. batch: samples of a step
     over all ranks, which replace the config's; None: the config's. model: whose width and bytes some values follow
-    from; None: unknown. Raises ConfigError with all problems, those of the batch sizes too.
+    from; None: unknown. changes: of keys, as "bf16.enabled=true". Raises ConfigError with all problems, those of the
+    batch sizes too.
     """
-    content = read_content(file)
+    content = _default(batch, ranks) if file is None else read_content(file)
+    for change in changes:
+        _set(content, change)
+    name = "" if file is None else f"{file}: "
     problems: list[str] = []
     config = None
     try:
-        config = _filled(content, batch, model) if _is_for_a_trainer(content) else Config.load(file)
+        config = _filled(content, batch, model) if _is_for_a_trainer(content) else Config.load(content)
         if batch is not None:
             config = config.model_copy(update={"train_batch_size": batch, "train_micro_batch_size_per_gpu": None})
     except ConfigError as error:
-        problems += [line if line.startswith(f"{file}: ") else f"{file}: {line}" for line in error.problems]
+        problems += [f"{name}{line}" for line in error.problems]
     try:
         if config is not None:
             config.resolve_batch(ranks)
@@ -57,10 +64,38 @@ def load(file: Path, batch: int | None, ranks: int, model: nn.Module | None) -> 
             resolve_batch(None, None, None, ranks)
     except ConfigError as error:
         other = ". Or pass --batch-size" if batch is None else ""
-        problems += [f"{file}: {line}{other}" for line in error.problems]
+        problems += [f"{name}{line}{other}" for line in error.problems]
     if config is None or problems:
         raise ConfigError(problems)
     return config
+
+
+def _default(batch: int | None, ranks: int) -> dict[str, Any]:
+    """Return bf16 and AdamW in stage 3, with every state on nvme."""
+    place = {"device": "nvme", "nvme_path": "."}
+    return {
+        "train_batch_size": batch or _MICRO_BATCH * ranks,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_param": dict(place), "offload_optimizer": dict(place)},
+    }
+
+
+def _set(content: dict[str, Any], change: str) -> None:
+    """Set a key of the config, as `--set` has it: a full name, "=", and JSON or a text."""
+    dotted, equals, text = change.partition("=")
+    if not equals or not all(names := dotted.strip().split(".")):
+        raise ConfigError(f"--set {change}: give a key and its value in JSON, such as bf16.enabled=true")
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    *sections, name = names
+    section = content
+    for each in sections:
+        section = section.setdefault(each, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"--set {change}: the config has {show(section)} at {each}, and no section")
+    section[name] = value
 
 
 def _is_for_a_trainer(content: Mapping[str, Any]) -> bool:
@@ -86,7 +121,7 @@ def assumed(config: Config) -> Iterator[str]:
     if values:
         yield (
             f'assumed in place of "auto": {", ".join(values)} (TrainingArguments\' defaults). If your script sets '
-            "others, such as bf16, write them into the config"
+            "others, pass them, such as --set bf16.enabled=true"
         )
     if default:
         yield f'assumed in place of "auto": the default of {", ".join(default)}'

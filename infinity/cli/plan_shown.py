@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 
 from rich import box
@@ -81,6 +82,8 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
         )
     for line in found.advice:
         yield f"advice: {line}"
+    if found.changed:
+        yield f"in the config, this advice is {json.dumps(found.changed)}"
     if found.is_process_measured and any("infinity.Init" in line for line in found.advice):
         yield "With a Trainer, from_pretrained does this if TrainingArguments(deepspeed=…) is constructed before it"
 

@@ -5,11 +5,12 @@ Keys of buffers are lowered in steps of a half. One key is preferred to several,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from infinity.config.fields import show
 from infinity.errors import InfinityError
 from infinity.plan.budget import Budget
 from infinity.plan.placement import State
@@ -36,19 +37,55 @@ Lacks = Callable[[Plan], Shortage | None]
 
 
 @dataclass(frozen=True)
+class Change:
+    """A change of a run. text: words of an advice. keys: full name of a key of the config → its value in JSON; without
+    changes outside of the config, such as of the script.
+    """
+
+    text: str = ""
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def then(self, *others: Change, by: str = ", and ") -> Change:
+        """Return all changes as one."""
+        changes = [change for change in (self, *others) if change.text]
+        return Change(
+            by.join(change.text for change in changes), {k: v for each in changes for k, v in each.keys.items()}
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object of the keys, to be merged into that of a config."""
+        content: dict[str, Any] = {}
+        for dotted, value in self.keys.items():
+            *sections, name = dotted.split(".")
+            section = content
+            for each in sections:
+                section = section.setdefault(each, {})
+            section[name] = value
+        return content
+
+
+@dataclass(frozen=True)
 class Trial:
-    """A config that is tried. done: changes that are no values of keys; changed: key of `infinity` → value."""
+    """A config that is tried. done: other changes; changed: key of `infinity` → value."""
 
     config: Config
     budget: Budget
     plan: Plan
-    done: str = ""
+    done: Change = Change()
     changed: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def change(self) -> Change:
+        values = {f"infinity.{name}": _shown(name, value) for name, value in self.changed.items()}
+        texts = [f"{name} to {show(value)}" for name, value in values.items()]
+        listed = " and ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
+        return self.done.then(Change(f"set {listed}" if listed else "", values), by=" and ")
+
     def __str__(self) -> str:
-        values = [f"infinity.{name} to {_shown(name, value)}" for name, value in self.changed.items()]
-        listed = " and ".join([", ".join(values[:-1]), values[-1]] if values[1:] else values)
-        return " and ".join(part for part in (self.done, f"set {listed}" if listed else "") if part)
+        return str(self.change)
 
 
 def remedy(
@@ -142,15 +179,16 @@ class _Search:
         zero = start.config.zero_optimization
         host_computes = start.plan.device.host_addressable
         for device in ("nvme",) if short.tier.in_host_memory or host_computes else ("cpu", "nvme"):
-            update = {"device": device, "nvme_path": (zero.durable_paths or (Path(),)) if device == "nvme" else None}
+            folders = (zero.durable_paths or (Path(),)) if device == "nvme" else None
             names = [] if start.plan.policy.tier_of(State.OPTIM) == device else ["offload_optimizer"]
             if zero.stage == 3 and start.plan.policy.tier_of(State.PARAM) != device:
                 names.insert(0, "offload_param")
             if names:
+                update = {"device": device, "nvme_path": folders}
                 sections = {name: getattr(zero, name).model_copy(update=update) for name in names}
                 config = start.config.model_copy(update={"zero_optimization": zero.model_copy(update=sections)})
-                done = f"give {' and '.join(names)} the device {device} (zero_optimization)"
-                yield from self._planned(replace(start, done=done, config=config))
+                change = _offload(names, device, folders or ())
+                yield from self._planned(replace(start, done=change, config=config))
 
     def smaller_buffers(self, start: Trial, tier: TierKind) -> Iterator[Trial]:
         """Yield `start` with one key lowered until it fits, or else with as few as possible, or else the smallest."""
@@ -205,31 +243,42 @@ class _Search:
         return found
 
 
-def _budget(trial: Trial, short: Shortage) -> tuple[str, Budget] | None:
+def _offload(names: Sequence[str], device: str, folders: Sequence[Path]) -> Change:
+    """Return the change of sections `offload_*`. folders: of nvme."""
+    keys: dict[str, Any] = {}
+    for section in (f"zero_optimization.{name}" for name in names):
+        keys[f"{section}.device"] = device
+        if folders:
+            keys[f"{section}.nvme_path"] = str(folders[0]) if len(folders) == 1 else [str(each) for each in folders]
+    return Change(f"give {' and '.join(names)} the device {device} (zero_optimization)", keys)
+
+
+def _budget(trial: Trial, short: Shortage) -> tuple[Change, Budget] | None:
     """Return (change, budget) without the states that a budget keeps in the tier; None if none keeps any there."""
     plan, budget = trial.plan, trial.budget
     extents = plan.placement.extents.items()
     tier = short.tier
     if all(plan.policy.tier_of(state) == tier for (_, state), extent in extents if extent.tier == tier):
         return None
+    memory = "infinity.memory."
     if tier.on_device and budget.device_optimizer:
-        key = "set infinity.memory.device_optimizer to 0, or lower it (DeepSpeed's offload_optimizer.ratio: raise it)"
-        return key, replace(budget, device_optimizer=0.0)
+        text = "set infinity.memory.device_optimizer to 0, or lower it (DeepSpeed's offload_optimizer.ratio: raise it)"
+        return Change(text, {f"{memory}device_optimizer": 0}), replace(budget, device_optimizer=0.0)
     if tier.on_device and budget.device_states is not None:
-        return "set infinity.memory.device_states to 0, or lower it", replace(budget, device_states=0)
+        text = "set infinity.memory.device_states to 0, or lower it"
+        return Change(text, {f"{memory}device_states": 0}), replace(budget, device_states=0)
     if not tier.in_host_memory or short.key:
         return None
     if budget.host is not None:
         # The key is of a node, whose ranks share it.
-        value = "lower infinity.memory.host"
-        if plan.ranks.size == 1:
-            value = f"set infinity.memory.host to {short.available}"
-        return value, replace(budget, host=short.available)
-    key = "infinity.memory.host_params"
+        keys = {f"{memory}host": short.available} if plan.ranks.size == 1 else {}
+        text = f"set infinity.memory.host to {short.available}" if keys else "lower infinity.memory.host"
+        return Change(text, keys), replace(budget, host=short.available)
+    key = f"{memory}host_params"
     mapped = (phrase.partition(" → ") for phrase in trial.config.notes.mapped)
     # DeepSpeed's key, if the config has it: both together are refused.
     written = next((source.split(" ")[0] for source, _, target in mapped if target.startswith(key)), key)
-    return f"set {written} to 0", replace(budget, params=0)
+    return Change(f"set {written} to 0", {written: 0}), replace(budget, params=0)
 
 
 def _keys(plan: Plan) -> Iterator[str]:
@@ -289,5 +338,6 @@ _VALUES: Mapping[str, Callable[[Plan], Iterator[int]]] = {
 """Key → values below that of a plan, descending."""
 
 
-def _shown(name: str, value: int) -> str:
-    return str(value) if name == "tile_size" or not value else f'"{format_size(value)}"'
+def _shown(name: str, value: int) -> int | str:
+    """Return the value in JSON: bytes have a unit, and a tile has elements."""
+    return value if name == "tile_size" or not value else format_size(value)

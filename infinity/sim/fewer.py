@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from infinity.plan.plan import Plan
+from infinity.plan.remedy import Change
 from infinity.sim.gpt2 import PlannedModel
 from infinity.sim.machine import Machine
 from infinity.sim.needs import Needs, Variant
@@ -21,7 +22,9 @@ from infinity.tier_kind import TierKind
 if TYPE_CHECKING:
     from infinity.config import Config
 
-_CHECKPOINT = "checkpoint activations (torch.utils.checkpoint around each block, or a Trainer's gradient_checkpointing)"
+_CHECKPOINT = Change(
+    "checkpoint activations (torch.utils.checkpoint around each block, or a Trainer's gradient_checkpointing)"
+)
 _LEAST_SHARE = 0.02
 """Share of a peak that a change frees at least: less may be an error of the simulation."""
 
@@ -41,26 +44,29 @@ def fewer_activations(
     needs: without a change.
     """
 
-    def tried(make: Callable[[], PlannedModel], config: Config, change: str) -> Iterator[Variant]:
+    def tried(make: Callable[[], PlannedModel], config: Config, change: Change) -> Iterator[Variant]:
         for variant in _predicted(predicted, make, config, change):
             if needs.peak[tier] - variant.needs.peak[tier] >= _LEAST_SHARE * needs.peak[tier]:
                 yield variant
 
-    before, done = needs, ""
+    before, done = needs, Change()
     if (again := recomputed(make())) is not None:
         for variant in tried(lambda: again, config, _CHECKPOINT):
             yield variant
-            before, done = variant.needs, f"{variant.change}, and "
+            before, done = variant.needs, variant.change
     section = config.infinity.activations
     if section.device == "none" and machine.nvme:
         section = section.model_copy(update={"device": "nvme", "nvme_path": section.nvme_path or (Path(),)})
         moved = config.model_copy(update={"infinity": config.infinity.model_copy(update={"activations": section})})
-        for variant in tried(make, moved, 'set infinity.activations.device to "nvme"'):
+        keys = {"infinity.activations.device": "nvme"}
+        if not config.infinity.activations.nvme_path and not config.zero_optimization.nvme_paths:
+            keys["infinity.activations.nvme_path"] = "."
+        for variant in tried(make, moved, Change('set infinity.activations.device to "nvme"', keys)):
             freed = show_bytes(needs.peak[tier] - variant.needs.peak[tier])
-            yield replace(variant, change=f"{variant.change}, which frees {freed}")
-    remade = make if not done else lambda: recomputed(make()) or make()
+            yield replace(variant, change=replace(variant.change, text=f"{variant.change}, which frees {freed}"))
+    remade = make if not done.text else lambda: recomputed(make()) or make()
     for change, smaller in _smaller(config, machine, before, tier):
-        yield from tried(remade, smaller, done + change)
+        yield from tried(remade, smaller, done.then(change))
 
 
 def in_bf16(
@@ -74,14 +80,17 @@ def in_bf16(
     if config.bf16.enabled or config.fp16.enabled:
         return
     lower = config.model_copy(update={"bf16": config.bf16.model_copy(update={"enabled": True})})
-    for alone in _predicted(predicted, make, lower, "set bf16.enabled to true"):
+    change = Change("set bf16.enabled to true", {"bf16.enabled": True})
+    if "bf16.enabled" in _filled(config):
+        change = Change("set bf16=True in TrainingArguments")
+    for alone in _predicted(predicted, make, lower, change):
         yield alone
         for variant in fewer_activations(make, lower, machine, alone.needs, predicted, tier):
-            yield replace(variant, change=f"{alone.change}, and {variant.change}")
+            yield replace(variant, change=alone.change.then(variant.change))
 
 
 def _predicted(
-    predicted: Predicted, make: Callable[[], PlannedModel], config: Config, change: str
+    predicted: Predicted, make: Callable[[], PlannedModel], config: Config, change: Change
 ) -> Iterator[Variant]:
     """Yield a changed run; nothing if the model cannot run so."""
     try:
@@ -110,7 +119,7 @@ def recomputed(model: PlannedModel) -> PlannedModel | None:
     return replace(model, checkpointed=True, with_blocks=deeper)
 
 
-def _smaller(config: Config, machine: Machine, needs: Needs, tier: TierKind) -> Iterator[tuple[str, Config]]:
+def _smaller(config: Config, machine: Machine, needs: Needs, tier: TierKind) -> Iterator[tuple[Change, Config]]:
     """Yield (change, config) of micro-batches that may fit beside smaller buffers, the largest first, with as many
     samples a step.
     """
@@ -122,5 +131,13 @@ def _smaller(config: Config, machine: Machine, needs: Needs, tier: TierKind) -> 
             continue
         accumulation = batch.accumulation * batch.micro // micro
         sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
-        change = f"use a micro-batch of {micro} with gradient_accumulation_steps {accumulation}"
+        change = Change(f"use a micro-batch of {micro} with gradient_accumulation_steps {accumulation}", sizes)
+        if filled := _filled(config):
+            keys = {key: value for key, value in sizes.items() if key not in filled}
+            change = Change(f"{change} (TrainingArguments: per_device_train_batch_size={micro})", keys)
         yield change, config.model_copy(update=sizes)
+
+
+def _filled(config: Config) -> set[str]:
+    """Return the keys that are "auto", which a trainer fills in from its arguments."""
+    return {*config.notes.defaults, *(key for key, _ in config.notes.filled)}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from infinity.engine.budget import host_share
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan
-from infinity.plan.remedy import Trial, needed
+from infinity.plan.remedy import Change, Trial, needed
 from infinity.plan.shortage import Shortage, exceeded
 from infinity.sim.machine import Machine
 from infinity.sizes import show_bytes
@@ -23,6 +23,8 @@ KINDS = ("params", "gradients", "optimizer", "activations", "buffers", "processe
 _RESERVE = 0.05
 """Share of a predicted peak that is left on a CPU. With freed blocks of 1 MiB returned, 28 measured peaks were up to
 3.3 % higher than predicted (bench/results/predict.md)."""
+_MANY = 4
+"""Share of a peak, as a divisor, from which activations are worth naming."""
 _KIND = {State.PARAM: "params", State.GRAD: "gradients", State.OPTIM: "optimizer"}
 
 
@@ -143,8 +145,8 @@ def needs_of(
 class Variant:
     """A changed run, and what is predicted of it."""
 
-    change: str
-    """As an advice; empty: the run as it is."""
+    change: Change
+    """Without a text: the run as it is."""
     needs: Needs
     plan: Plan
     config: Config
@@ -157,28 +159,28 @@ class Savings:
     activations: Callable[[TierKind], Iterator[Variant]]
     """Memory that is lacking → changes of activations, the best first."""
     remedy: Callable[[Shortage], str]
-    """Limit of `infinity.memory` that is exceeded → a change with which the plan fits it."""
+    """Limit of `infinity.memory` that is exceeded → words of a change with which the plan fits it."""
     precision: Callable[[TierKind], Iterator[Variant]]
     """Memory that is lacking → changes to bf16, if the run is in fp32, the best first."""
     planned: Callable[[Variant, Shortage], Iterator[Trial]]
     """Change, memory of a rank that is still lacking → further changes, of states and buffers, the best first."""
 
 
-def construction(needs: Needs) -> Iterator[str]:
+def construction(needs: Needs) -> Iterator[Change]:
     """Yield the change without which the run fits and its start, with a model in memory, does not."""
     lacking = needs.lacking_at_start()
     if not needs.limits and lacking > 0:
-        yield f"{_construct(needs)}, and {show_bytes(lacking)} of that do not fit"
+        yield Change(f"{_construct(needs)}, and {show_bytes(lacking)} of that do not fit")
 
 
-def _construct(needs: Needs) -> str:
-    return (
+def _construct(needs: Needs) -> Change:
+    return Change(
         "construct the model on the meta device or in infinity.Init (docs/large_models.md): in memory, its parameters "
         f"take {show_bytes(needs.constructed)} until the engine has stored them"
     )
 
 
-def advice(start: Variant, savings: Savings) -> Iterator[str]:
+def advice(start: Variant, savings: Savings) -> Iterator[Change]:
     """Yield, for each limit of `infinity.memory` and each tier that is exceeded, the bytes it lacks and the changes
     with which the plan would fit; and those that would leave the reserve.
 
@@ -187,14 +189,15 @@ def advice(start: Variant, savings: Savings) -> Iterator[str]:
     needs = start.needs
     for over in needs.exceeded:
         lacking = show_bytes(over.needed - over.available)
-        yield f"{over.key} is {lacking} a rank too small: {savings.remedy(over)}"
+        yield Change(f"{over.key} is {lacking} a rank too small: {savings.remedy(over)}")
     for tier in needs.lacking:
-        yield f"{memory_name(tier)} is {show_bytes(-needs.spare(tier))} too small: {_changes(start, tier, savings)}"
+        change = _changes(start, tier, savings)
+        yield replace(change, text=f"{memory_name(tier)} is {show_bytes(-needs.spare(tier))} too small: {change}")
     if needs.is_tight:
         # `construction` names a model in memory that does not fit beside the run as it is.
         search = _Search(TierKind.HOST, savings, [start], savings.activations(TierKind.HOST), constructs=False)
         if found := search.enough(reserve=1):
-            yield f"to leave {show_bytes(needs.reserve)}, {found}"
+            yield replace(found, text=f"to leave {show_bytes(needs.reserve)}, {found}")
 
 
 def memory_name(tier: TierKind) -> str:
@@ -211,20 +214,40 @@ def kept_by_auto(plan: Plan, needs: Needs) -> int:
     return max(0, min(room, needs.spare(TierKind.HOST), states))
 
 
-def _changes(start: Variant, tier: TierKind, savings: Savings) -> str:
+def _changes(start: Variant, tier: TierKind, savings: Savings) -> Change:
     """Return changes with which the plan fits the tier; those that leave the reserve, if any do."""
     plan = start.plan
     if not tier.in_memory:
         native = [layout for layout in plan.units if layout.trainable and not layout.windows]
         is_small = not native or plan.policy.states(native[0]).bytes_per_element <= 5
-        return "use a larger drive or more nodes" + ("" if is_small else ', or infinity.moments "8bit"')
-    search = _Search(tier, savings, [start], savings.activations(tier))
-    for attempt in (search, _Search(tier, savings, [], savings.precision(tier))):
+        return Change("use a larger drive or more nodes" + ("" if is_small else ', or infinity.moments "8bit"'))
+    searches = [
+        _Search(tier, savings, [start], savings.activations(tier)),
+        _Search(tier, savings, [], savings.precision(tier)),
+    ]
+    for search in searches:
         # Runs differ from predictions: a part of the reserve is better than none.
         for reserve in (1, 0.5, 0):
-            if found := attempt.enough(reserve=reserve):
+            if found := search.enough(reserve=reserve):
                 return found
-    return search.least()
+    least = (each for search in searches for each in search.least())
+    return min(least, key=lambda each: each.nbytes).to_change()
+
+
+class _Least(NamedTuple):
+    """Bytes of a memory that a run needs after a change, and those of them that are activations."""
+
+    nbytes: int
+    activations: int
+    change: Change
+
+    def to_change(self) -> Change:
+        shorter = "shorten the sequences, or " if self.activations > self.nbytes // _MANY else ""
+        less = f"{shorter}use more memory, a smaller model or more nodes"
+        if not self.change.text:
+            return Change(less)
+        held = f", {show_bytes(self.activations)} of them for activations," if shorter else ""
+        return Change(f"{less}: it still needs {show_bytes(self.nbytes)}{held} if you {self.change}")
 
 
 class _Search:
@@ -245,32 +268,29 @@ class _Search:
         self._tier, self._savings, self._constructs = tier, savings, constructs
         self._known, self._more = known, more
 
-    def enough(self, *, reserve: float) -> str:
-        """Return changes that suffice; an empty text if none do. reserve: as of `Needs.bound`."""
+    def enough(self, *, reserve: float) -> Change | None:
+        """Return changes that suffice; None if none do. reserve: as of `Needs.bound`."""
         for variant in self._each():
             left = variant.needs.peak[self._tier] - variant.needs.bound(self._tier, reserve=reserve)
             if left <= 0:
-                return _joined(variant.change, self._construction(variant))
+                return variant.change.then(self._construction(variant))
             for freed, change in self._planned(variant, left):
                 if freed >= left:
-                    return _joined(change, variant.change, self._construction(variant, freed))
-        return ""
+                    return change.then(variant.change, self._construction(variant, freed))
+        return None
 
-    def _construction(self, variant: Variant, freed: int = 0) -> str:
-        """Return the change of the model's construction that the others need beside them; empty if they need none."""
+    def _construction(self, variant: Variant, freed: int = 0) -> Change:
+        """Return the change of the model's construction that the others need beside them; no text if they need none."""
         lacking = variant.needs.lacking_at_start(freed if self._tier is TierKind.HOST else 0)
-        return _construct(variant.needs) if self._constructs and lacking > 0 else ""
+        return _construct(variant.needs) if self._constructs and lacking > 0 else Change()
 
-    def least(self) -> str:
-        """Return the bytes that the plan needs with all changes."""
-        found = []
+    def least(self) -> Iterator[_Least]:
+        """Yield each run with all changes of states and buffers."""
         for variant in self._each():
-            peak = variant.needs.peak[self._tier]
-            freed, change = max(self._planned(variant, peak), default=(0, ""))
-            found.append((peak - freed, _joined(change, variant.change)))
-        nbytes, changes = min(found, key=lambda each: each[0])
-        less = "use a smaller model or more nodes"
-        return f"{less}: it still needs {show_bytes(nbytes)} if you {changes}" if changes else less
+            peak, activations = variant.needs.peak[self._tier], variant.needs.tiers[self._tier]["activations"]
+            trials = self._planned(variant, peak)
+            freed, change = max(trials, default=(0, Change()), key=lambda each: each[0])
+            yield _Least(peak - freed, activations, change.then(variant.change))
 
     def _each(self) -> Iterator[Variant]:
         """Yield no change and those of activations, each of which is simulated once."""
@@ -279,13 +299,9 @@ class _Search:
             self._known.append(variant)
             yield variant
 
-    def _planned(self, variant: Variant, lacking: int) -> Iterator[tuple[int, str]]:
+    def _planned(self, variant: Variant, lacking: int) -> Iterator[tuple[int, Change]]:
         """Yield (bytes of a node that it frees, change) of changes of states and buffers for `lacking` bytes."""
         before, ranks = needed(variant.plan, self._tier), variant.needs.ranks
         short = Shortage(self._tier, memory_name(self._tier), before, max(0, before - -(-lacking // ranks)))
         for trial in self._savings.planned(variant, short):
-            yield (before - needed(trial.plan, self._tier)) * ranks, str(trial)
-
-
-def _joined(*changes: str) -> str:
-    return ", and ".join(change for change in changes if change)
+            yield (before - needed(trial.plan, self._tier)) * ranks, trial.change

@@ -6,8 +6,8 @@ Bytes are those of the plan that the engine executes, and time is that of the en
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +21,7 @@ from infinity.observe.timeline import LANES
 from infinity.plan.budget import Budget
 from infinity.plan.plan import Plan
 from infinity.plan.policy import compute_dtype
-from infinity.plan.remedy import needed, remedy, trials
+from infinity.plan.remedy import Change, needed, remedy, trials
 from infinity.plan.shortage import Shortage, exceeded
 from infinity.sim.advice import Wear, drafts, faster, longer, split_updates, wear_of, whole_step
 from infinity.sim.device import DeviceFacts, Times
@@ -58,6 +58,8 @@ class Prediction:
     plan: Plan
     ranks_per_node: int
     advice: list[str]
+    changed: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the config that the advice on memory changes, as in its JSON; empty if two memories need changes."""
     simulation: Simulation | None = None
     """None: bandwidths are unknown, so there are no seconds."""
     is_measured: bool = False
@@ -96,6 +98,7 @@ class Prediction:
             "drafted": self.plan.drafted_share,
             "step": step,
             "advice": self.advice,
+            "changed": self.changed,
         }
 
 
@@ -138,7 +141,9 @@ def predict(
             variant.config, variant.plan, budget, short, replan, partial(_lacks, short)
         ),
     )
-    found, wear = [*advice(Variant("", needs, plan, config), savings), *construction(needs)], None
+    changes = [*advice(Variant(Change(), needs, plan, config), savings), *construction(needs)]
+    in_config = [change for change in changes if change.keys]
+    found, wear = [str(change) for change in changes], None
     if simulation is not None and links is not None:
         wear = wear_of(simulation, machine.ranks_per_node, endurance)
         again = partial(_again, make, machine, links, times)
@@ -162,6 +167,7 @@ def predict(
         plan=plan,
         ranks_per_node=machine.ranks_per_node,
         advice=found,
+        changed=in_config[0].to_json() if len(in_config) == 1 else {},
         simulation=simulation,
         is_measured=simulation is not None and times is not None,
         is_process_measured=model.is_process_measured,

@@ -14,7 +14,7 @@ from infinity.errors import OutOfMemoryError
 from infinity.observe.timeline import LANES
 from infinity.sim.gpt2 import GPT2, GPT2Config
 from infinity.sizes import show_bytes
-from support.advice import followed
+from support.advice import followed, merged
 from support.commands import refused, run
 
 SHAPE = (
@@ -487,9 +487,11 @@ def test_advice_on_activations_fits(
     rates.write_text(json.dumps(RATES | {"baseline_rss": 1_000_000}))
     before = planned(*shape, *options, "--host-memory", "8GiB")
     host = int(before["peak_host_bytes"] - spared * before["tiers"]["host"]["activations"])
-    (line,) = planned(*shape, *options, "--host-memory", host, code=1)["advice"]
+    found = planned(*shape, *options, "--host-memory", host, code=1)
+    (line,) = found["advice"]
     assert line.startswith("host memory is ") and change in line
-    file.write_text(json.dumps(followed(content, line, tmp_path)))
+    assert merged(content, found["changed"]) == followed(content, line, tmp_path)
+    file.write_text(json.dumps(merged(content, found["changed"])))
     if "checkpoint activations" in line:
         options = ("--checkpoint-activations",)
     assert planned(*shape, *options, "--host-memory", host)["fits"]
@@ -542,17 +544,17 @@ def test_parameters_that_max_in_cpu_keeps_leave_memory_by_that_key(tmp_path: Pat
     options = ("--num-layers", "40", *SHAPE[2:-2], "--nvme", "8GiB", "--config", file)
     before = planned(*options, "--host-memory", "8GiB")
     host = before["peak_host_bytes"] - before["tiers"]["host"]["params"] // 2
-    (line,) = planned(*options, "--host-memory", host, code=1)["advice"]
-    assert "set zero_optimization.offload_param.max_in_cpu to 0" in line
-    zero["offload_param"]["max_in_cpu"] = 0
-    file.write_text(json.dumps(followed(content, line, tmp_path)))
+    found = planned(*options, "--host-memory", host, code=1)
+    assert "set zero_optimization.offload_param.max_in_cpu to 0" in found["advice"][0]
+    file.write_text(json.dumps(merged(content, found["changed"])))
     assert planned(*options, "--host-memory", host)["fits"]
 
 
 def test_a_model_that_no_change_fits_has_the_least_bytes() -> None:
     options = (*SHAPE[:-2], "--batch-size", "64", "--host-memory", "64MiB", "--nvme", "8GiB")
     (line,) = planned(*options, code=1)["advice"]
-    assert "use a smaller model or more nodes: it still needs 3" in line and "a micro-batch of 1 with" in line
+    assert "use more memory, a smaller model or more nodes: it still needs 3" in line
+    assert "a micro-batch of 1 with" in line
 
 
 def test_train_batch_reads_parameters_once_for_all_micro_batches(rates: Path, tmp_path: Path) -> None:

@@ -100,6 +100,45 @@ def test_a_model_or_config_that_is_not_given_is_named(tmp_path: Path) -> None:
     assert json.loads(run("plan", "--json", "--checkpoint-activations", "--config", file).stdout)["notes"] == [model]
 
 
+def test_set_replaces_keys_of_the_config(tmp_path: Path) -> None:
+    """As if they were in the file, and of the default config without one. Values are JSON, or texts."""
+    changed = {**AUTO, "bf16": {"enabled": True}, "gradient_accumulation_steps": 2, "infinity": {"unit_size": "64KiB"}}
+    expected = planned("--config", written(tmp_path, changed))
+    options = ("bf16.enabled=true", "gradient_accumulation_steps=2", "infinity.unit_size=64KiB")
+    file = written(tmp_path, AUTO)
+    assert planned("--config", file, *(word for each in options for word in ("--set", each))) == expected
+    smaller = [
+        planned("--set", f"infinity.{key}")["tiers"]["host"]["buffers"] for key in ("debug=false", "unit_size=4096")
+    ]
+    assert smaller[1] < smaller[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("bf16", "--set bf16: give a key and its value in JSON"),
+        ("=1", "--set =1: give a key"),
+        ("gradient_clipping.max=1", 'has "auto" at gradient_clipping, and no section'),
+        ("unheard_of=1", "unheard_of"),
+    ],
+)
+def test_a_change_that_is_none_is_refused(change: str, said: str, tmp_path: Path) -> None:
+    result = run("plan", *SHAPE, "--config", written(tmp_path, AUTO), "--set", change)
+    assert result.exit_code == 1 and said in result.stderr, result.stderr
+
+
+def test_advice_for_a_trainer_names_its_arguments(tmp_path: Path) -> None:
+    """A config that is "auto" there follows them, and a number in it would contradict them."""
+    file = written(tmp_path, AUTO)
+    shape = ("--num-layers", "12", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "512")
+    whole = json.loads(run("plan", *shape, "--config", file, "--host-memory", "8GiB", "--json").stdout)
+    saved = whole["tiers"]["host"]["activations"]
+    options = ("--checkpoint-activations", "--host-memory", whole["peak_host_bytes"] - saved * 9 // 10)
+    found = json.loads(run("plan", *shape, "--config", file, *options, "--json").stdout)
+    assert "per_device_train_batch_size=" in found["advice"][0], found["advice"]
+    assert not {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} & found["changed"].keys()
+
+
 def test_problems_of_config_machine_and_model_come_at_once(tmp_path: Path) -> None:
     file = written(tmp_path, {"gradient_clipping": "much", "unheard_of": 1})
     options = ("--config", file, "--host-memory", "3x", "--nvme", "4y", "--endurance", "1PB", "--model", "/absent")

@@ -13,7 +13,7 @@ from infinity.sim.gpt2 import GPT2Config, PlannedModel, gpt2
 from infinity.sim.machine import Machine
 from infinity.sim.planner import Prediction, predict
 from infinity.tier_kind import TierKind
-from support.advice import DEVICE, VALUE, followed
+from support.advice import DEVICE, VALUE, followed, merged
 from support.configs import engine_config
 
 SHAPE = GPT2Config(vocab_size=512, seq_length=16, num_layers=4, hidden_size=64, num_attention_heads=2)
@@ -54,4 +54,6 @@ def test_a_model_fits_with_the_changes_that_are_planned(
     if any(word in advice for word in UNPLANNED):
         return
     assert VALUE.search(advice) or DEVICE.search(advice)
-    assert not predicted(followed(content, advice, tmp_path), machine).needs.limits, advice
+    changed = followed(content, advice, tmp_path)
+    assert not predicted(changed, machine).needs.limits, advice
+    assert Config.load(merged(content, found.to_json()["changed"])) == Config.load(changed), "its JSON does the same"

@@ -29,3 +29,12 @@ def followed(content: dict[str, Any], advice: str, folder: Path) -> dict[str, An
             section = section.setdefault(name, {})
         section[last] = json.loads(value)
     return changed
+
+
+def merged(content: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
+    """Return `content` with the keys of `changed`, which `infinity plan` prints as JSON."""
+    result = deepcopy(content)
+    for key, value in changed.items():
+        inner = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = merged(result[key], value) if inner else value
+    return result
