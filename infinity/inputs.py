@@ -27,6 +27,7 @@ LARGEST_JSON = 256 << 20
 """Bytes. The index of a checkpoint has some 250 bytes for each parameter. Parsed, JSON takes up to 30 times as much."""
 _DEEPEST = 100
 """Levels of nested objects and lists."""
+_LONGEST_SHOWN = 60
 
 
 def open_input(path: str | os.PathLike[str]) -> io.BufferedReader:
@@ -166,3 +167,9 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def show(value: object) -> str:
+    """Return `value` as JSON, truncated to 60 characters."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from infinity.cli.plan_shown import shown, striping
 from infinity.config import Config
 from infinity.engine.describe import kept
 from infinity.errors import ConfigError, InfinityError
-from infinity.sim.gpt2 import GPT2Config, PlannedModel, gpt2, of_transformers
+from infinity.sim.gpt2 import WITH_COMPILER, GPT2Config, PlannedModel, gpt2, of_transformers
 from infinity.sim.machine import Links, Machine
 from infinity.sim.measured import MeasuredTimes
 from infinity.sim.needs import memory_name
@@ -138,18 +139,26 @@ def run(flags: Flags) -> None:
 
 
 def _measured(flags: Flags, job: _Job) -> _Job:
-    """Return the job of a model of transformers with the memory of a process that was measured here, unless bandwidths
-    have it. transformers imports libraries that it finds, so it cannot be assumed.
+    """Return the job with the memory of a process that was measured here, unless bandwidths have it: that of
+    transformers' Trainer, which imports libraries that it finds, or of what a module of one's own imports.
     """
-    if flags.model is None or job.links is not None or job.machine.gpus:
+    if (flags.model or flags.module) is None or job.links is not None or job.machine.gpus:
         return job
-    from infinity.cli.links.bench import baseline_rss
+    from infinity.cli.links.bench import COMPILER, TRAINER, process_memory
 
+    imports, described = [TRAINER], "transformers and the libraries that it finds"
+    if flags.model is None and "transformers" not in sys.modules:  # which a file of one's own has imported
+        compiles = assumed_rss(job.make(), job.machine) >= WITH_COMPILER
+        imports, described = ([COMPILER], "torch and its compiler") if compiles else ([], "torch")
     try:
-        nbytes = baseline_rss()
+        memory = process_memory(*imports)
     except InfinityError:  # such as in a container that does not hold a second process
         return job
-    return replace(job, make=lambda: replace(job.make(), process=nbytes, is_process_measured=True))
+
+    def make() -> PlannedModel:
+        return replace(job.make(), process=memory.nbytes, of_files=memory.of_files, measured_with=described)
+
+    return replace(job, make=make)
 
 
 def _busy() -> Iterator[str]:

@@ -11,9 +11,9 @@ from torch import nn
 
 from infinity.config import Config, Fill, read_content
 from infinity.config.batch import resolve_batch
-from infinity.config.fields import show
 from infinity.deepspeed.settings import load_settings
 from infinity.errors import ConfigError
+from infinity.inputs import show
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _OF_TRAINING_ARGUMENTS = {

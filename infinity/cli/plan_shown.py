@@ -74,17 +74,21 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     else:
         nbytes = show_bytes(needs.tiers[TierKind.HOST]["processes"])
         process, both = f"{nbytes} are assumed for Python and torch, and more for other libraries", "both"
-        if found.is_process_measured:
-            process, both = f"{nbytes} were measured here, with transformers and the libraries that it finds", "it"
-        yield (
-            f"processes: {process}; the step time is not known. Measure {both} with infinity bench-links, and pass "
-            "--bandwidths"
-        )
+        if found.measured_with:
+            process, both = f"{nbytes} were measured here, with {found.measured_with}", "it"
+        if found.of_files and needs.spare(TierKind.HOST) < needs.reserve:
+            pages = show_bytes(found.of_files)
+            process += (
+                f". A container counts {pages} of that, the pages of library files, only if no other process has read "
+                "them before"
+            )
+        yield f"processes: {process}"
+        yield f"The step time is not known. Measure {both} with infinity bench-links, and pass --bandwidths"
     for line in found.advice:
         yield f"advice: {line}"
     if found.changed:
         yield f"in the config, this advice is {json.dumps(found.changed)}"
-    if found.is_process_measured and any("infinity.Init" in line for line in found.advice):
+    if "transformers" in found.measured_with and any("infinity.Init" in line for line in found.advice):
         yield "With a Trainer, from_pretrained does this if TrainingArguments(deepspeed=…) is constructed before it"
 
 
@@ -102,13 +106,16 @@ def _verdict(found: Prediction) -> Text:
     """Return whether the model fits, and on a CPU the reserve beside it."""
     needs = found.needs
     if needs.limits:
+        if needs.limits == [TierKind.HOST] and not needs.exceeded and -needs.spare(TierKind.HOST) <= found.of_files:
+            pages = show_bytes(found.of_files)
+            return Text(f"It fits only in a container that does not count {pages} of library files.", style="red")
         small = " and ".join(map(memory_name, needs.limits))
         return Text(f"It does not fit: {small} {'is' if len(needs.limits) == 1 else 'are'} too small.", style="red")
     if needs.is_tight:
         left, more = show_bytes(needs.spare(TierKind.HOST)), show_bytes(needs.reserve)
         return Text(f"It may not fit: {left} of host memory are left, and runs may take {more} more.", style="red")
-    if needs.lacking_at_start() > 0:
-        return Text("It fits if the model is constructed on the meta device or in infinity.Init.", style="green")
+    if found.constructed:
+        return Text(f"It fits if the model is constructed {found.constructed}.", style="green")
     return Text("It fits.", style="green")
 
 

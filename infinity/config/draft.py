@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from infinity.config.fields import show
+from infinity.inputs import show
 
 ABSENT: Final = object()
 """Returned for a key that is not there."""

@@ -6,7 +6,6 @@ type, except that a whole number may be written as 5e8.
 
 from __future__ import annotations
 
-import json
 import os
 from numbers import Real
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
+from infinity.inputs import show
 from infinity.sizes import parse_size
 
-_LONGEST_SHOWN = 60
 _LARGEST_SHARE = 64
 
 
@@ -28,12 +27,6 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, allow_inf_nan=False)
-
-
-def show(value: object) -> str:
-    """Return `value` as JSON, truncated to 60 characters."""
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 1] + "…"
 
 
 def _number(value: object) -> object:

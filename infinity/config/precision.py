@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from infinity.config.fields import AnyNumber, Count, CountOrZero, DType, Number, Section, Switch, Whole, show
+from infinity.config.fields import AnyNumber, Count, CountOrZero, DType, Number, Section, Switch, Whole
+from infinity.inputs import show
 
 
 class BF16(Section):

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from infinity.config.deepspeed.keys import TABLE, VALUES
-from infinity.config.fields import show
+from infinity.inputs import show
 
 
 class Key(NamedTuple):

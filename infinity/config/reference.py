@@ -13,9 +13,10 @@ from pydantic.fields import FieldInfo
 
 from infinity.config.deepspeed.keys import TABLE, Entry, Verdict
 from infinity.config.deepspeed.translate import DEFAULTS, OF_OPTIMIZER, OF_SCHEDULER
-from infinity.config.fields import IN_BYTES, show
+from infinity.config.fields import IN_BYTES
 from infinity.config.problems import Key, models_in, walk
 from infinity.config.sections import Config
+from infinity.inputs import show
 from infinity.sizes import format_size
 
 _HEAD = """\

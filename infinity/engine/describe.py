@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from infinity.config.fields import show
+from infinity.inputs import show
 from infinity.plan.formats import MASTERS, StateFormat
 from infinity.plan.layout import UnitLayout
 from infinity.plan.placement import State

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.config.fields import show
 from infinity.errors import InfinityError
+from infinity.inputs import show
 from infinity.plan.budget import Budget
 from infinity.plan.placement import State
 from infinity.plan.plan import Plan

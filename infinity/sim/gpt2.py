@@ -190,8 +190,10 @@ class PlannedModel:
     process: int = 300_000_000
     """Resident bytes of a process that trains it, without the engine, on a CPU: with torch 2.13, 266 MB were measured
     for small layers, and up to 32 MB more for attention."""
-    is_process_measured: bool = False
-    """True if `process` was measured with the libraries that are installed here."""
+    of_files: int = 75_000_000
+    """Bytes of `process` that are pages of library files."""
+    measured_with: str = ""
+    """Libraries of the process that was measured here; empty: the bytes are assumed."""
 
 
 def gpt2(shape: GPT2Config, tile_bytes: int | None = None) -> PlannedModel:

@@ -166,18 +166,27 @@ class Savings:
     """Change, memory of a rank that is still lacking → further changes, of states and buffers, the best first."""
 
 
-def construction(needs: Needs) -> Iterator[Change]:
+def construction(start: Variant) -> Iterator[Change]:
     """Yield the change without which the run fits and its start, with a model in memory, does not."""
+    needs = start.needs
     lacking = needs.lacking_at_start()
     if not needs.limits and lacking > 0:
-        yield Change(f"{_construct(needs)}, and {show_bytes(lacking)} of that do not fit")
+        yield Change(f"{_construct(start)}, and {show_bytes(lacking)} of that do not fit")
 
 
-def _construct(needs: Needs) -> Change:
+def _construct(variant: Variant) -> Change:
+    nbytes = show_bytes(variant.needs.constructed)
     return Change(
-        "construct the model on the meta device or in infinity.Init (docs/large_models.md): in memory, its parameters "
-        f"take {show_bytes(needs.constructed)} until the engine has stored them"
+        f"construct the model {where_to_construct(variant.config)} (docs/large_models.md): in memory, its parameters "
+        f"take {nbytes} until the engine has stored them"
     )
+
+
+def where_to_construct(config: Config) -> str:
+    """Return where a model is constructed without memory. `infinity.Init` needs a folder on nvme. On the meta device,
+    torch's initialisers import its compiler, which takes 80 MB.
+    """
+    return "in infinity.Init" if config.zero_optimization.nvme_paths else "on the meta device"
 
 
 def advice(start: Variant, savings: Savings) -> Iterator[Change]:
@@ -282,7 +291,7 @@ class _Search:
     def _construction(self, variant: Variant, freed: int = 0) -> Change:
         """Return the change of the model's construction that the others need beside them; no text if they need none."""
         lacking = variant.needs.lacking_at_start(freed if self._tier is TierKind.HOST else 0)
-        return _construct(variant.needs) if self._constructs and lacking > 0 else Change()
+        return _construct(variant) if self._constructs and lacking > 0 else Change()
 
     def least(self) -> Iterator[_Least]:
         """Yield each run with all changes of states and buffers."""

@@ -28,7 +28,7 @@ from infinity.sim.device import DeviceFacts, Times
 from infinity.sim.fewer import fewer_activations, in_bf16
 from infinity.sim.gpt2 import WITH_COMPILER, PlannedModel
 from infinity.sim.machine import Links, Machine
-from infinity.sim.needs import Needs, Savings, Variant, advice, construction, needs_of
+from infinity.sim.needs import Needs, Savings, Variant, advice, construction, needs_of, where_to_construct
 from infinity.sim.ranks import Ranks
 from infinity.sim.simulate import Simulation, simulate
 from infinity.tier_kind import TierKind
@@ -64,8 +64,12 @@ class Prediction:
     """None: bandwidths are unknown, so there are no seconds."""
     is_measured: bool = False
     """True: the model's operations were timed on this machine."""
-    is_process_measured: bool = False
-    """True: so was the memory of a process, without bandwidths."""
+    constructed: str = ""
+    """Where the model is to be constructed, if memory does not hold it beside the buffers."""
+    measured_with: str = ""
+    """Libraries of the process whose memory was measured here, without bandwidths; empty: it was not."""
+    of_files: int = 0
+    """Bytes of a node's processes that are pages of library files, as far as they are known."""
     wear: Wear | None = None
     """None: a step writes nothing to a drive, or is not simulated."""
 
@@ -141,7 +145,8 @@ def predict(
             variant.config, variant.plan, budget, short, replan, partial(_lacks, short)
         ),
     )
-    changes = [*advice(Variant(Change(), needs, plan, config), savings), *construction(needs)]
+    start = Variant(Change(), needs, plan, config)
+    changes = [*advice(start, savings), *construction(start)]
     in_config = [change for change in changes if change.keys]
     found, wear = [str(change) for change in changes], None
     if simulation is not None and links is not None:
@@ -170,7 +175,9 @@ def predict(
         changed=in_config[0].to_json() if len(in_config) == 1 else {},
         simulation=simulation,
         is_measured=simulation is not None and times is not None,
-        is_process_measured=model.is_process_measured,
+        constructed=where_to_construct(config) if needs.lacking_at_start() > 0 else "",
+        measured_with=model.measured_with,
+        of_files=0 if machine.gpus or links is not None else model.of_files * machine.ranks_per_node,
         wear=wear,
     )
 

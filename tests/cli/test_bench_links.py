@@ -19,7 +19,7 @@ import torch
 from infinity.cli.console import write_output
 from infinity.cli.drive.measure import Bench
 from infinity.cli.links import bench as command, rates
-from infinity.cli.links.bench import baseline_rss
+from infinity.cli.links.bench import COMPILER, ProcessMemory, process_memory
 from infinity.cli.links.rates import FEWEST_ROUNDS, ROUNDS, Calls, Copies, Gathers, adam, matmul, measure, unsteady
 from infinity.errors import InfinityError, RanksError
 from infinity.sim.machine import BANDWIDTHS, DTYPES, Links
@@ -39,7 +39,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "_LEAST_STATES", 1 << 20)
     monkeypatch.setattr(rates, "cache_bytes", lambda: 0)
     monkeypatch.setattr(rates, "WIDTHS", (16,))
-    monkeypatch.setattr(command, "baseline_rss", lambda: 123_456_789)
+    monkeypatch.setattr(command, "process_memory", lambda *_: ProcessMemory(123_456_789, of_files=0))
 
 
 def without_notes(text: str) -> list[str]:
@@ -268,10 +268,12 @@ def test_the_baseline_is_a_process_that_trained_next_to_nothing(monkeypatch: pyt
     least = int(subprocess.run([sys.executable, "-c", imported], capture_output=True, text=True, check=True).stdout)
     monkeypatch.setenv("WORLD_SIZE", "2")  # a launcher's variables, with which a process would wait for a second rank
     monkeypatch.setenv("RANK", "1")
-    assert least < baseline_rss() < 5e9
+    process, with_compiler = process_memory(), process_memory(COMPILER, "import absent_library")
+    assert least < process.nbytes < with_compiler.nbytes < 5e9
+    assert 0 < process.of_files < process.nbytes / 2
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(InfinityError, match="imports torch and infinity ended with 1: ModuleNotFoundError"):
-        baseline_rss()
+        process_memory()
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,7 @@ def test_all_unknown_options_and_invalid_values_are_reported_at_once() -> None:
     assert result.exit_code == 2 and "Usage: " in said
     for text in (
         "No such option: --num-layer (Possible options: --num-layers)",
-        "No such option: --jso (Possible options: --json)",
+        "No such option: --jso (Possible options: --json, --set)",
         "Invalid value for '--hidden-size': Input should be a valid integer, not '77x'",
         "Invalid value for '--gpus': Input should be greater than or equal to 0, not '-1'",
         "Invalid value for '--nodes': Input should be a valid integer, not 'two'",

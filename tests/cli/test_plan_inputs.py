@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import infinity
+from infinity.cli.links.bench import ProcessMemory
 from infinity.sizes import show_bytes
 from support.commands import refused, run
 
@@ -50,6 +51,12 @@ def written(folder: Path, *sections: dict[str, Any], stage: int = 3, **param: An
     file = folder / "ds_config.json"
     file.write_text(json.dumps(content))
     return file
+
+
+@pytest.fixture(autouse=True)
+def _process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a process is not measured, which differs by some pages."""
+    monkeypatch.setattr("infinity.cli.links.bench.process_memory", lambda *_: ProcessMemory(300_000_000, of_files=0))
 
 
 def planned(*options: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -55,31 +55,44 @@ from infinity.tiers.device import Device
 
 _TRAINING = """
 import contextlib, json, sys
-sys.path[:] = json.loads(sys.argv[1])
-import psutil, torch, torch._dynamo, infinity
-with contextlib.suppress(Exception):
-    from transformers import Trainer
+sys.path[:], imports = json.loads(sys.argv[1])
+import psutil, torch, infinity
+for each in imports:
+    with contextlib.suppress(Exception):
+        exec(each)
 from infinity.sim.gpt2 import GPT2, GPT2Config
-with torch.device("meta"):
-    model = GPT2(GPT2Config(vocab_size=64, seq_length=16, num_layers=1, hidden_size=64, num_attention_heads=2))
+model = GPT2(GPT2Config(vocab_size=64, seq_length=16, num_layers=1, hidden_size=64, num_attention_heads=2))
 engine, *_ = infinity.initialize(model=model, config={"train_batch_size": 1, "bf16": {"enabled": True}})
 tokens = torch.zeros(1, 16, dtype=torch.int64)
 for _ in range(2):
     engine.backward(engine(tokens, tokens))
     engine.step()
-print(psutil.Process().memory_info().rss)
+memory = psutil.Process().memory_info()
+print(memory.rss, memory.shared)
 engine.close()
 """
 
 
-def baseline_rss() -> int:
-    """Return the resident bytes of a new process that has imported torch, and transformers' Trainer if it is installed,
-    and has trained a transformer of one small layer.
+class ProcessMemory(NamedTuple):
+    """Resident bytes of a process, and those of them that are pages of library files."""
 
-    Importing alone leaves out what training loads: torch's compiler, which transformers and activation checkpointing
-    import, the kernels' code, such as that of attention, and the stacks of threads.
+    nbytes: int
+    of_files: int
+
+
+COMPILER = "import torch._dynamo"
+"""transformers' Trainer and activation checkpointing import torch's compiler."""
+TRAINER = "from transformers import Trainer"
+
+
+def process_memory(*imports: str) -> ProcessMemory:
+    """Return the memory of a new process that has run `imports`, those that succeed, and has trained a transformer of
+    one small layer.
+
+    Importing alone leaves out what training loads: the kernels' code, such as that of attention, and the stacks of
+    threads. Raises InfinityError if memory is too small for it.
     """
-    command = [sys.executable, "-I", "-c", _TRAINING, json.dumps(sys.path)]
+    command = [sys.executable, "-I", "-c", _TRAINING, json.dumps([sys.path, imports])]
     ended = subprocess.run(command, capture_output=True, text=True, env=_of_one_rank())
     if ended.returncode < 0:
         raise InfinityError(
@@ -89,7 +102,8 @@ def baseline_rss() -> int:
     if ended.returncode:
         reason = (ended.stderr.splitlines() or ["no output"])[-1]
         raise InfinityError(f"a process that imports torch and infinity ended with {ended.returncode}: {reason}")
-    return int(ended.stdout.splitlines()[-1])
+    nbytes, of_files = ended.stdout.splitlines()[-1].split()
+    return ProcessMemory(int(nbytes), int(of_files))
 
 
 def _of_one_rank() -> dict[str, str]:
@@ -166,7 +180,7 @@ def measured(task: Task, step: Step) -> Links:
     """Measure all bandwidths, verify the drive's file, and return the medians."""
     began = time.perf_counter()
     step(0, "starting a process that imports torch")
-    baseline = baseline_rss()
+    baseline = process_memory(COMPILER, TRAINER).nbytes
     aio = Config().aio
     work = granted(Workload("read", aio.block_size, aio.queue_depth, aio.threads, aio.engine), len(task.paths))
     works = [replace(work, op=op) for op in OPS]

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from infinity.config.draft import ABSENT, Draft, look, put
-from infinity.config.fields import ALIGNMENT, show
+from infinity.config.fields import ALIGNMENT
+from infinity.inputs import show
 from infinity.sizes import format_size
 
 Rule = Callable[[Draft], None]
