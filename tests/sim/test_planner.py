@@ -34,7 +34,11 @@ def test_bytes_without_bandwidths_are_those_of_a_simulated_step(
     links = replace(LINKS, baseline_rss=planner.assumed_rss(gpt2(shape), machine))
     simulated = predict(lambda: gpt2(shape, tile_bytes), config, machine, links)
     assert simulated.simulation is not None and counted.simulation is None
-    assert counted.needs == simulated.needs
+    # Without bandwidths, deep models are extrapolated from shallow ones, which may hold another scalar at their peak.
+    for tier in TierKind:
+        assert counted.needs.tiers[tier] == pytest.approx(simulated.needs.tiers[tier], abs=16)
+    assert counted.needs.peak == pytest.approx(simulated.needs.peak, abs=16)
+    assert replace(counted.needs, tiers={}, peak={}) == replace(simulated.needs, tiers={}, peak={})
     assert counted.plan == simulated.plan
 
 
