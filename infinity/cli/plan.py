@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
+from rich.console import Console
 
 from infinity.cli.console import (
     FAILED,
@@ -29,6 +30,7 @@ from infinity.cli.plan_shown import shown, striping
 from infinity.config import Config
 from infinity.engine.describe import kept
 from infinity.errors import ConfigError, InfinityError
+from infinity.plan.plan import Plan
 from infinity.sim.gpt2 import WITH_COMPILER, GPT2Config, PlannedModel, gpt2, of_transformers
 from infinity.sim.machine import Links, Machine
 from infinity.sim.measured import MeasuredTimes
@@ -36,6 +38,7 @@ from infinity.sim.needs import memory_name
 from infinity.sim.own_module import check_forward, of_file
 from infinity.sim.planner import assumed_rss, largest, predict
 from infinity.sizes import show_count
+from infinity.tiers.space import IN_MEMORY, file_system_of
 
 
 @dataclass(frozen=True)
@@ -108,21 +111,22 @@ class _Job:
 def run(flags: Flags) -> None:
     """Print the prediction. Exits with 1 if the model does not fit."""
     with one_line_errors(), warnings_as_notes():
-        job = _measured(flags, _job(flags))
-        if flags.max_model:
-            _say_largest(flags, job)
-            return
-        is_measured = flags.this_machine and not job.machine.gpus and job.links is not None
-        busy = [*_busy()] if is_measured else []  # before its own operations are timed
-        found = predict(
-            job.make,
-            job.config,
-            job.machine,
-            job.links,
-            MeasuredTimes() if is_measured else None,
-            train_batch=flags.train_batch,
-            endurance=job.endurance,
-        )
+        with Console(stderr=True).status("predicting the run, and changes with which it fits …"):  # on a terminal
+            job = _measured(flags, _job(flags))
+            if flags.max_model:
+                _say_largest(flags, job)
+                return
+            is_measured = flags.this_machine and not job.machine.gpus and job.links is not None
+            busy = [*_busy()] if is_measured else []  # before its own operations are timed
+            found = predict(
+                job.make,
+                job.config,
+                job.machine,
+                job.links,
+                MeasuredTimes() if is_measured else None,
+                train_batch=flags.train_batch,
+                endurance=job.endurance,
+            )
         if flags.trace is not None and found.simulation is not None:
             write_output("--trace", flags.trace, json.dumps(found.simulation.chrome_trace()))
         notes = [
@@ -130,6 +134,7 @@ def run(flags: Flags) -> None:
             *busy,
             *assumed(job.config),
             *kept(job.config, found.plan, found.ranks_per_node),
+            *_in_memory(found.plan),
         ]
         if flags.as_json:
             say_json({**found.to_json(), "notes": notes})
@@ -139,10 +144,11 @@ def run(flags: Flags) -> None:
 
 
 def _measured(flags: Flags, job: _Job) -> _Job:
-    """Return the job with the memory of a process that was measured here, unless bandwidths have it: that of
-    transformers' Trainer, which imports libraries that it finds, or of what a module of one's own imports.
+    """Return the job with the memory of a process that was measured here: of what a module of one's own imports, or,
+    unless bandwidths have it, of transformers' Trainer, which imports libraries that it finds.
     """
-    if (flags.model or flags.module) is None or job.links is not None or job.machine.gpus:
+    is_known = flags.model is not None and job.links is not None
+    if (flags.model or flags.module) is None or is_known or job.machine.gpus:
         return job
     from infinity.cli.links.bench import COMPILER, TRAINER, process_memory
 
@@ -158,7 +164,8 @@ def _measured(flags: Flags, job: _Job) -> _Job:
     def make() -> PlannedModel:
         return replace(job.make(), process=memory.nbytes, of_files=memory.of_files, measured_with=described)
 
-    return replace(job, make=make)
+    links = None if job.links is None else replace(job.links, baseline_rss=memory.nbytes)
+    return replace(job, make=make, links=links)
 
 
 def _busy() -> Iterator[str]:
@@ -169,6 +176,13 @@ def _busy() -> Iterator[str]:
             f"operations were timed while other processes used the processors (load {load:.1f}, {cores} cores): "
             "predict again while nothing else runs"
         )
+
+
+def _in_memory(plan: Plan) -> Iterator[str]:
+    """Yield each folder of states whose files are in memory here."""
+    for folder in () if plan.io is None else plan.io.folders:
+        if (kind := file_system_of(folder)) in IN_MEMORY:
+            yield f"{folder} is on {kind} here, which is memory: states there take host memory, which nvme counts"
 
 
 def _chosen(flags: Flags) -> Iterator[str]:

@@ -37,7 +37,8 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     table.add_column("bytes of a node")
     for tier in TierKind:
         table.add_column(tier, justify="right", no_wrap=True)
-    for kind in KINDS:
+    optional = "second slots"
+    for kind in (kind for kind in KINDS if kind != optional or any(needs.tiers[tier][optional] for tier in TierKind)):
         table.add_row(kind, *(_cell(needs.tiers[tier][kind]) for tier in TierKind))
     table.add_row("peak", *(_cell(needs.peak[tier]) for tier in TierKind), style="bold")
     table.add_row("available", *(_cell(needs.available[tier]) for tier in TierKind))
@@ -47,9 +48,8 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     yield from notes
     if needs.returns_freed:
         yield (
-            f"{show_bytes(needs.spare(TierKind.HOST))} of host memory are left, and blocks that the C library keeps "
-            "after they are freed may take more. The engine returns these to the system at once, which lengthened the "
-            "steps of a GPT-2 of 98 M parameters by 18 %"
+            f"{show_bytes(needs.spare(TierKind.HOST))} of host memory are left: so few that the engine returns freed "
+            "blocks to the system at once, which takes time (18 % of the steps of a GPT-2 of 98 M parameters)"
         )
     for tier in TierKind:
         if passing := needs.passing[tier]:
@@ -61,8 +61,8 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     if found.plan.drafted:
         yield (
             f"infinity.speculate: {found.plan.drafted_share:.0%} of the parameters are updated in backward, before the "
-            "gradient norm is known. Updates are repeated if clipping then changes the gradients, which a predicted "
-            "step does not count. The table counts a second slot of their states"
+            "gradient norm is known, into second slots of their states. If the gradients are then clipped, the updates "
+            "are repeated, and later steps wait for the norm until several are not clipped"
         )
     if seen is not None:
         how = ", measured here" if found.is_measured else ""
@@ -73,23 +73,23 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
         yield from _moved(found, seen)
     else:
         nbytes = show_bytes(needs.tiers[TierKind.HOST]["processes"])
-        process, both = f"{nbytes} are assumed for Python and torch, and more for other libraries", "both"
+        process = f"{nbytes} are assumed for Python and torch, and more for other libraries"
         if found.measured_with:
-            process, both = f"{nbytes} were measured here, with {found.measured_with}", "it"
+            process = f"{nbytes} were measured here, with {found.measured_with}"
         if found.of_files and needs.spare(TierKind.HOST) < needs.reserve:
             pages = show_bytes(found.of_files)
             process += (
-                f". A container counts {pages} of that, the pages of library files, only if no other process has read "
-                "them before"
+                f". {pages} of that are pages of library files, which a container may not count: it counts those that "
+                "no other process has read before"
             )
         yield f"processes: {process}"
-        yield f"The step time is not known. Measure {both} with infinity bench-links, and pass --bandwidths"
+        yield "step: not predicted without --bandwidths, which infinity bench-links measures"
     for line in found.advice:
         yield f"advice: {line}"
     if found.changed:
-        yield f"in the config, this advice is {json.dumps(found.changed)}"
+        yield f"its changes of the config, as JSON: {json.dumps(found.changed)}"
     if "transformers" in found.measured_with and any("infinity.Init" in line for line in found.advice):
-        yield "With a Trainer, from_pretrained does this if TrainingArguments(deepspeed=…) is constructed before it"
+        yield "A Trainer's script does so already if it constructs TrainingArguments(deepspeed=…) before the model"
 
 
 def striping(config: Config) -> Iterator[str]:
@@ -106,9 +106,6 @@ def _verdict(found: Prediction) -> Text:
     """Return whether the model fits, and on a CPU the reserve beside it."""
     needs = found.needs
     if needs.limits:
-        if needs.limits == [TierKind.HOST] and not needs.exceeded and -needs.spare(TierKind.HOST) <= found.of_files:
-            pages = show_bytes(found.of_files)
-            return Text(f"It fits only in a container that does not count {pages} of library files.", style="red")
         small = " and ".join(map(memory_name, needs.limits))
         return Text(f"It does not fit: {small} {'is' if len(needs.limits) == 1 else 'are'} too small.", style="red")
     if needs.is_tight:

@@ -277,9 +277,8 @@ class SavingEngine(ReportingEngine):
                     "the unsharded weights are not gathered: with a copy to write them they take %s of host memory, "
                     "and %s are available. Trainer saves the whole checkpoint only. `infinity export FOLDER OUT` "
                     "writes weights from it, a unit at a time; FOLDER is the one given to save_model, or a checkpoint "
-                    "of the Trainer. The next line of transformers says that "
-                    "stage3_gather_16bit_weights_on_model_save is false, whatever the config has: memory is the "
-                    "reason, and later saves do not repeat it.",
+                    "of the Trainer. transformers gives stage3_gather_16bit_weights_on_model_save as the reason, in "
+                    "its next line, whatever its value is. Later saves do not repeat this.",
                     show_bytes(needed),
                     show_bytes(available),
                 )

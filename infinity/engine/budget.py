@@ -33,7 +33,7 @@ from infinity.sizes import show_bytes
 from infinity.tier_kind import TierKind
 from infinity.tiers.available import available_memory
 from infinity.tiers.files import check_folder
-from infinity.tiers.headroom import PROCESS, of_largest_gradients
+from infinity.tiers.headroom import PROCESS, to_fit
 from infinity.units.discover import ModelUnits, discover_model, unit_size_of
 
 if TYPE_CHECKING:
@@ -48,9 +48,18 @@ _UNLIMITED = (1 << 63) - 1
 """Stands for no limit where ranks take the smallest one."""
 
 
-def budget_of(config: Config, ranks: Communicator, *, computes_on_host: bool, train: bool) -> Budget:
+def budget_of(
+    config: Config,
+    ranks: Communicator,
+    *,
+    computes_on_host: bool,
+    train: bool,
+    free_on_each: Callable[[list[str]], int],
+) -> Budget:
     """Return this rank's budget. Collective with `auto`, and for drafts on nvme: the ranks take the smallest one, since
     they place alike.
+
+    free_on_each: folders on nvme → bytes that fit if each takes as many.
 
     Raises ConfigError for a limit on nvme without a `nvme_path`.
     """
@@ -114,8 +123,8 @@ def check_memory(
     model: nn.Module | None = None,
     limit: tuple[str, int] = ("", 0),
 ) -> None:
-    """Raise OutOfMemoryError if the plan exceeds a limit or the memory that is available, with a change that suffices
-    but for activations, which are not known here.
+    """Raise OutOfMemoryError if the plan exceeds a limit or the memory that is available, with a change that suffices.
+    Where activations are in host memory, they are not known, and it names `infinity plan`.
 
     plan: that of `config` and `budget`. A process takes `PROCESS` bytes of host memory beside it. model: whose
     parameters have their memory already, beside the available bytes; None: they need none. limit: what bounds the
@@ -135,28 +144,37 @@ def check_memory(
     if not short.tier.in_host_memory or short.key:
         fix = remedy(config, plan, budget, short, replan, lacks)
         raise OutOfMemoryError(short.name, short.needed, short.available, fix)
-    of_backward = of_largest_gradients(plan)
     more = PROCESS if short.tier is TierKind.HOST else 0
-    changes = partial(_changes, config, plan, budget, short, replan, lacks, model)
-    spared = changes(of_backward)
-    fix = spared or changes(0) or remedy(config, plan, budget, short, replan, lacks, more)
-    if spared and of_backward:
-        fix += f". That leaves {show_bytes(of_backward)} for the largest gradients"
-    on_host = plan.device.host_addressable
-    if on_host:
-        before = "activations come in addition, which infinity plan counts when it advises. "
-        fix = f"{before}To start, without activations: {fix}"
-    if on_host and more:
-        fix += f". {show_bytes(more)} of the needed bytes are for threads and libraries"
     name, beyond = limit
+    where = f"{short.name} ({name})" if name else short.name
+    if plan.device.host_addressable:
+        # Changes that only let the engine start would end in a killed process: the batch is not known here.
+        raise OutOfMemoryError(
+            where, short.needed + more, short.available + more, _beside_activations(plan, model, more)
+        )
+    fix = _changes(config, plan, budget, short, replan, lacks, model) or remedy(
+        config, plan, budget, short, replan, lacks, more
+    )
     if name:
         # Another process differs by some pages, and by blocks that glibc has kept.
-        missing = short.needed - short.available + beyond + _SLACK + of_backward
+        missing = short.needed - short.available + beyond + _SLACK
         exceeds = f", which this process exceeds by {show_bytes(beyond)}," if beyond else ""
-        room = ", which leaves room for the largest gradients, and by the activations" if on_host else ""
-        fix += f". Without these changes, raise {name}{exceeds} by {-(-missing >> 10):,} KiB{room}"
-    where = f"{short.name} ({name})" if name else short.name
+        fix += f". Without these changes, raise {name}{exceeds} by {-(-missing >> 10):,} KiB"
     raise OutOfMemoryError(where, short.needed + more, short.available + more, fix)
+
+
+def _beside_activations(plan: Plan, model: nn.Module | None, more: int) -> str:
+    """Return the parts of the needed bytes, and how to find changes that leave memory for activations.
+
+    more: bytes of the process beside the plan.
+    """
+    buffers = sum(pool.nbytes for pool in plan.pools if plan.in_host_memory(pool.tier))
+    states = plan.peak_of_host() - buffers
+    parts = {"states": states, "buffers": buffers, "threads and libraries": more}
+    listed = ", ".join(f"{show_bytes(nbytes)} for {part}" for part, nbytes in parts.items() if nbytes)
+    constructed = 0 if model is None else host_bytes(model)
+    held = f", beside the {show_bytes(constructed)} that the model's parameters hold" if constructed else ""
+    return f"needed are {listed}{held}, and activations come in addition. {to_fit()}"
 
 
 def _changes(
@@ -167,20 +185,18 @@ def _changes(
     replan: Replan,
     lacks: Callable[..., Shortage | None],
     model: nn.Module | None,
-    kept: int,
 ) -> str:
-    """Return changes of the config or of the model's construction with which the plan fits host memory, and leaves
-    `kept` bytes for backward; empty if none do. Arguments: of `check_memory`.
+    """Return changes of the config or of the model's construction with which the plan fits host memory; empty if none
+    do. Arguments: of `check_memory`.
     """
-    short = short._replace(available=short.available - kept)
-    change = fitting(config, plan, budget, short, replan, partial(lacks, freed=-kept))
+    change = fitting(config, plan, budget, short, replan, lacks)
     model_bytes = 0 if model is None else host_bytes(model)
     alone = short.needed <= short.available + model_bytes
     construct = _construction(config, short.needed - short.available, model_bytes) if alone else ""
     if alone or change is not None or not model_bytes:
         return ", or ".join(filter(None, (construct, str(change or ""))))
     beside = short._replace(available=short.available + model_bytes)
-    change = fitting(config, plan, budget, beside, replan, partial(lacks, freed=model_bytes - kept))
+    change = fitting(config, plan, budget, beside, replan, partial(lacks, freed=model_bytes))
     if change is None:
         return ""
     return f"{_construction(config, needed(change.plan, short.tier) - short.available, model_bytes)}, and {change}"

@@ -17,7 +17,7 @@ from infinity.plan.plan import Plan
 from infinity.sizes import counted, show_bytes
 from infinity.tier_kind import TierKind
 from infinity.tiers.available import available_memory, memory_limit
-from infinity.tiers.headroom import PROCESS
+from infinity.tiers.headroom import PROCESS, plan_command
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -99,8 +99,8 @@ def left_under_limit(plan: Plan) -> Iterator[str]:
     left = max(0, available_memory() - PROCESS)
     if name and plan.device.host_addressable and left < _LITTLE:
         yield (
-            f"{name} leaves about {show_bytes(left)} for activations and the gradients of backward, which infinity "
-            "plan predicts as activations"
+            f"{name} leaves about {show_bytes(left)}, into which activations and backward's gradients have to fit: "
+            f"{plan_command()} predicts them"
         )
 
 

@@ -16,6 +16,7 @@ from infinity.comm.groups import Group
 from infinity.construction.materialize import check_values, make_buffers
 from infinity.construction.stream_in import move_buffers, share_buffers, stream_in
 from infinity.durable.run import DurableRun, open_run, recorded_stripe
+from infinity.engine.budget import free_on_each
 from infinity.plan.io import ActivationPlan
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
@@ -65,6 +66,10 @@ class Platform:
     def available(self, device: Device) -> dict[TierKind, int] | None:
         """Return the bytes of memory that a plan may take; None: as many as it needs."""
         return {TierKind.HOST: available_memory(), TierKind.DEVICE: device.available_bytes()}
+
+    def free_on_each(self, folders: list[str]) -> int:
+        """Return the bytes for states that fit into folders on nvme if each takes as many."""
+        return free_on_each(folders)
 
     def open_run(self, plan: Plan, config: Config, ranks: Communicator) -> DurableRun | None:
         """Open the folder of durable states; None if the plan has none."""

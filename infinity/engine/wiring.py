@@ -49,6 +49,7 @@ from infinity.tier_kind import TierKind
 from infinity.tiers.available import memory_limit
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
+from infinity.tiers.files import warn_of_memory
 from infinity.tiers.nvme import NvmeTier
 from infinity.tiers.open_tiers import Pools
 from infinity.tiers.passing import PassingSpace, PassingTier
@@ -124,7 +125,8 @@ def plan_model(
         warn_of_emulation(config, compute, device.torch_device)
     info = device.info
     info = replace(info, limit=config.infinity.memory.device or 0, updates=platform.kernels.is_exact(info.type))
-    budget = budget_of(config, ranks, computes_on_host=info.type == "cpu", train=train)
+    free, on_host = platform.free_on_each, info.type == "cpu"
+    budget = budget_of(config, ranks, computes_on_host=on_host, train=train, free_on_each=free)
 
     def planned(config: Config, budget: Budget) -> tuple[ModelUnits, Plan]:
         copies = ranks.model.copies
@@ -169,6 +171,8 @@ def assemble(
     ranks.set_layouts(plan.units)
     available = platform.available(device)
     if available is not None:
+        if plan.io is not None and ranks.is_main_rank:
+            warn_of_memory(plan.io.folders)  # first: files there may be what leaves too little
         check_memory(config, plan, planned.budget, planned.replan, available, model, memory_limit())
     if plan.device.limit:
         device.limit(plan.device.limit)

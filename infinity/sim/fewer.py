@@ -80,9 +80,9 @@ def in_bf16(
     if config.bf16.enabled or config.fp16.enabled:
         return
     lower = config.model_copy(update={"bf16": config.bf16.model_copy(update={"enabled": True})})
-    change = Change("set bf16.enabled to true", {"bf16.enabled": True})
+    change = Change("set bf16.enabled to true, a lower precision", {"bf16.enabled": True})
     if "bf16.enabled" in _filled(config):
-        change = Change("set bf16=True in TrainingArguments")
+        change = Change("set bf16=True in TrainingArguments, a lower precision")
     for alone in _predicted(predicted, make, lower, change):
         yield alone
         for variant in fewer_activations(make, lower, machine, alone.needs, predicted, tier):

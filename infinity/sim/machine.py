@@ -238,8 +238,14 @@ class Machine:
         """Return a rank's part of `infinity.memory` of a `resolved` config."""
         memory = config.infinity.memory
         share = [nbytes and int(nbytes) // self.ranks_per_node for nbytes in (memory.host, memory.nvme)]
-        free = nvme_share(self.nvme) // self.ranks_per_node
-        return Budget(share[0], memory.host_params, share[1], memory.device_optimizer, memory.device_states, free)
+        return Budget(
+            share[0], memory.host_params, share[1], memory.device_optimizer, memory.device_states, self.free_nvme
+        )
+
+    @property
+    def free_nvme(self) -> int:
+        """Return the bytes of the drives for the states of a rank."""
+        return nvme_share(self.nvme) // self.ranks_per_node
 
 
 def _existing(path: Path) -> Path:

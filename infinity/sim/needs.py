@@ -19,7 +19,7 @@ from infinity.tiers.headroom import scarce
 if TYPE_CHECKING:
     from infinity.config import Config
 
-KINDS = ("params", "gradients", "optimizer", "activations", "buffers", "processes")
+KINDS = ("params", "gradients", "optimizer", "second slots", "activations", "buffers", "processes")
 _RESERVE = 0.05
 """Share of a predicted peak that is left on a CPU. With freed blocks of 1 MiB returned, 28 measured peaks were up to
 3.3 % higher than predicted (bench/results/predict.md)."""
@@ -113,12 +113,13 @@ def needs_of(
     ranks = machine.ranks_per_node
     place = {tier: TierKind.HOST if tier.on_device and not machine.gpus else tier for tier in TierKind}
     tiers = {tier: dict.fromkeys(KINDS, 0) for tier in TierKind}
-    for extents in (plan.placement.extents, plan.placement.spares):
-        for (_, state), extent in extents.items():
-            tiers[place[extent.tier]][_KIND[state]] += extent.nbytes * ranks
+    for (_, state), extent in plan.placement.extents.items():
+        tiers[place[extent.tier]][_KIND[state]] += extent.nbytes * ranks
+    for extent in plan.placement.spares.values():
+        tiers[place[extent.tier]]["second slots"] += extent.nbytes * ranks
     if plan.io is not None and plan.io.durable is not None:
-        for state, nbytes in plan.io.durable.added():
-            tiers[TierKind.NVME][_KIND[state]] += nbytes * ranks
+        for _, nbytes in plan.io.durable.added():
+            tiers[TierKind.NVME]["second slots"] += nbytes * ranks
     for pool in plan.pools:
         tiers[place[pool.tier]]["buffers"] += pool.nbytes * ranks
     tiers[place[TierKind.DEVICE]]["buffers"] += plan.step_nbytes * ranks

@@ -16,7 +16,7 @@ import torch
 from infinity.engine.budget import plan_units
 from infinity.engine.client_optimizer import ClientOptimizer
 from infinity.engine.optimizer.unit_optimizer import param_groups
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
 from infinity.observe.timeline import LANES
 from infinity.plan.budget import Budget
 from infinity.plan.plan import Plan
@@ -131,8 +131,20 @@ def predict(
     simulation, plan, needs = _needed(model, config, machine, links, times, train_batch=train_batch)
     budget = machine.budget(config)
 
+    planned: dict[tuple[str, Budget], Plan | InfinityError] = {}
+    again = make()
+
     def replan(config: Config, budget: Budget) -> Plan:
-        return plan_of(make(), config, machine, budget)
+        """Plan, once for each config: searches for several limits try the same ones."""
+        key = config.model_dump_json(), budget
+        if key not in planned:
+            try:
+                planned[key] = plan_of(again, config, machine, budget)
+            except InfinityError as error:
+                planned[key] = error
+        if isinstance(found := planned[key], InfinityError):
+            raise found
+        return found
 
     def predicted(model: PlannedModel, config: Config) -> tuple[Plan, Needs]:
         return _needed(model, config, machine, links, times, train_batch=train_batch)[1:]
@@ -151,15 +163,15 @@ def predict(
     found, wear = [str(change) for change in changes], None
     if simulation is not None and links is not None:
         wear = wear_of(simulation, machine.ranks_per_node, endurance)
-        again = partial(_again, make, machine, links, times)
+        simulated = partial(_again, make, machine, links, times)
         if not needs.limits:
             found += faster(config, simulation, needs, checkpointed=model.checkpointed)
             if not train_batch:
-                found += whole_step(again, config, simulation)
-                found += split_updates(again, config, simulation)
-                found += drafts(again, config, simulation)
+                found += whole_step(simulated, config, simulation)
+                found += split_updates(simulated, config, simulation)
+                found += drafts(simulated, config, simulation)
         if wear is not None:
-            found += longer(wear, partial(again, train_batch=train_batch), config, machine.ranks_per_node)
+            found += longer(wear, partial(simulated, train_batch=train_batch), config, machine.ranks_per_node)
         if simulation.ordinary:
             found.append(f"train_batch runs as a loop, since {simulation.ordinary}")
     sequences = config.resolve_batch(machine.ranks).train
@@ -258,6 +270,7 @@ def _simulated(
         train_batch=train_batch,
         steps=steps,
         times=times,
+        free_nvme=machine.free_nvme,
     )
 
 

@@ -55,8 +55,11 @@ if TYPE_CHECKING:
 class SimulatedPlatform(Platform):
     """A platform on one clock."""
 
-    def __init__(self, clock: Clock, device: SimulatedDevice, compute: Compute, links: Links, ranks: Ranks) -> None:
-        """compute: of the model's thread."""
+    def __init__(
+        self, clock: Clock, device: SimulatedDevice, compute: Compute, links: Links, ranks: Ranks, free_nvme: int
+    ) -> None:
+        """compute: of the model's thread. free_nvme: bytes for a rank's states."""
+        self._free_nvme = free_nvme
         self.kernels = simulated_kernels(device)
         self._clock = clock
         self._device = device
@@ -78,6 +81,9 @@ class SimulatedPlatform(Platform):
 
     def striped(self, plan: Plan, config: Config, ranks: Communicator) -> Plan:
         return plan  # the bandwidths are of all folders together
+
+    def free_on_each(self, folders: list[str]) -> int:
+        return self._free_nvme
 
     def available(self, device: Device) -> dict[TierKind, int] | None:
         return None  # the machine that is simulated is not this one

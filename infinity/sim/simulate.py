@@ -120,6 +120,7 @@ def simulate(
     loss_of: Callable[[Any], torch.Tensor] | None = None,
     train_batch: bool = False,
     times: Times | None = None,
+    free_nvme: int = 1 << 62,
 ) -> Simulation:
     """Train `model` for `steps` steps in virtual time, and return the last one.
 
@@ -128,7 +129,8 @@ def simulate(
     returns the loss from the model's output; by default the output, its `loss` or its first item. steps: at least 3,
     since the first records the trace and the second is the first to follow it. train_batch: each step is a call of
     `engine.train_batch` with `blocks`, the `nn.ModuleList` with the most parameters. times: of operations and kernels
-    on the host, if that is the device; by default they follow from `links`.
+    on the host, if that is the device; by default they follow from `links`. free_nvme: bytes for a rank's states; by
+    default as many as it needs.
 
     Raises what `infinity.initialize` raises, and RuntimeError for operations whose results depend on values.
     """
@@ -150,7 +152,7 @@ def simulate(
         undo.enter_context(_no_automatic_collection())
         undo.enter_context(concurrency.using(primitives))
         undo.callback(clock.abort)
-        platform = SimulatedPlatform(clock, place, compute, links, ranks)
+        platform = SimulatedPlatform(clock, place, compute, links, ranks, free_nvme)
         client = ClientOptimizer.of_config(config, model)
         if client is None:
             engine = TrainingEngine(model, config, device=place, platform=platform)

@@ -14,10 +14,9 @@ from enum import Enum
 from infinity.concurrency import now
 from infinity.observe.log import logger
 from infinity.plan.plan import Plan
-from infinity.plan.pools import GRADIENT_SHARDS, GRADIENTS, GRADIENTS_TO_REDUCE, UNITS
-from infinity.sizes import format_size, show_bytes
+from infinity.sizes import show_bytes
 from infinity.tier_kind import TierKind
-from infinity.tiers.available import available_memory
+from infinity.tiers.available import available_memory, memory_limit, total_memory
 from infinity.tiers.freed import keep_freed_blocks, return_freed_blocks, return_freed_memory
 
 _INTERVAL = 0.005
@@ -28,16 +27,12 @@ _LEAST = 16 << 20
 """Bytes below which the next allocation of any kind may fail."""
 _FREED_OF_ACTIVATIONS, _FREED_OF_PEAK = 2, 0.5
 """Shares that glibc keeps in freed blocks at most: 1.8 times the activations and 0.39 of the peak were measured."""
-_SHRINKS = 3
-"""Divisor of the buffers' bytes: halved units free 0.37 to 0.82 of them, as their largest parameters do not shrink."""
 _OF_BACKWARD = 2
 """Gradients of the largest parameter that are kept free for the loss and backward: a tied embedding has three at once,
 and the loss of a language model takes a few copies of its logits."""
 PROCESS = 32 << 20
 """Bytes of host memory that a process takes beside the plan until its second step, without activations: threads,
 libraries that forward and backward load, Python's objects. 25 MB were measured with a small GPT-2 and torch 2.13."""
-_SEVERAL = 300_000_000
-"""Bytes of activations from which files are advised, which need buffers of their own and 256 MiB of the drive."""
 
 
 class Pass(Enum):
@@ -60,29 +55,20 @@ class Use:
 
 @dataclass(frozen=True)
 class Planned:
-    """Numbers of a plan on which advice depends.
+    """Numbers of a plan that a warning depends on.
 
-    units: of the model. largest: bytes of the largest unit, if a lower infinity.unit_size divides it; else 0.
-    buffers: bytes of host memory for units and their gradients. saves_on_nvme: activations are written to nvme.
-    gradient: bytes of the largest parameter's gradient, which autograd allocates in host memory; 0: it allocates none.
+    units: of the model. saves_on_nvme: activations are written to nvme. gradient: bytes of the largest parameter's
+    gradient, which autograd allocates in host memory; 0: it allocates none.
     """
 
     units: int = 1
-    largest: int = 0
-    buffers: int = 0
     saves_on_nvme: bool = False
     gradient: int = 0
 
     @classmethod
     def of(cls, plan: Plan) -> Planned:
-        largest = max(plan.units, key=lambda layout: layout.nbytes)
-        has_parts = 2 * max(slot.numel for slot in largest.slots) <= largest.numel
-        # Others, such as tiles of optimizer states, have their size from other keys.
-        pools = (UNITS, GRADIENTS, GRADIENTS_TO_REDUCE, GRADIENT_SHARDS)
-        held = (pool.nbytes for pool in plan.pools if pool.name in pools and plan.in_host_memory(pool.tier))
         saves_on_nvme = plan.activations is not None and plan.activations.tier is TierKind.NVME
-        gradient = of_largest_gradients(plan) // _OF_BACKWARD
-        return cls(len(plan.units), largest.nbytes if has_parts else 0, sum(held), saves_on_nvme, gradient)
+        return cls(len(plan.units), saves_on_nvme, of_largest_gradients(plan) // _OF_BACKWARD)
 
 
 class Headroom:
@@ -99,7 +85,7 @@ class Headroom:
         """Resident bytes at the first use of a unit, and the most at any; -1: none yet. Until the first use, a script
         may load its data."""
         self._base = -1, 0, 0
-        """(cycle, units done, resident bytes) from which the units of a forward are measured."""
+        """(cycle, units done, resident bytes) at the last peak, or later below it. Units are measured from there."""
         self._measured: tuple[int, Pass] | None = None
         """(cycle, its last known pass) of the first forward and backward; None: not begun."""
         self._settled = False
@@ -119,11 +105,10 @@ class Headroom:
         if not self._settled:
             self._settle(use)
         grown = resident - self._peak
-        more = self._to_come(use, resident)
-        cycle, done, _ = self._base
+        taken = self._taken(use, resident)
         # Blocks freed before are reused up to the peak. The first unit is unlike the others: an embedding saves only
         # indices, and a first call imports modules.
-        if cycle != use.cycle or not done or grown <= 0:
+        if self._base[0] != use.cycle or not self._base[1] or grown <= 0 or grown >= _GROWN:
             self._base = use.cycle, use.done, resident
         if grown < _GROWN:
             return
@@ -138,7 +123,7 @@ class Headroom:
         # Once: a step that memory does not hold would repeat it for each unit.
         self._warned = True
         # No error: the units that follow may need less, and only the kernel knows what it can reclaim.
-        logger.warning("%s", warning(use, left, grown, more, self._planned))
+        logger.warning("%s", warning(use, left, taken or (grown, 0), self._planned))
 
     def _settle(self, use: Use) -> None:
         """Return freed blocks in the first forward and backward, whose activations nobody knows. Then keep them, which
@@ -157,18 +142,11 @@ class Headroom:
             if available_memory() >= scarce(self._peak, self._peak - self._first):
                 keep_freed_blocks()
 
-    def _to_come(self, use: Use, resident: int) -> int | None:
-        """Return the bytes that the units left in a forward take, if each takes as much as those before did."""
+    def _taken(self, use: Use, resident: int) -> tuple[int, int] | None:
+        """Return (bytes, units that took them) since the last peak; None if they say nothing about those to come."""
         cycle, done, before = self._base
-        units = self._planned.units
-        if (
-            not _keeps(use, self._planned)
-            or use.cycle != cycle
-            or not 0 < done < use.done < units
-            or resident <= before
-        ):
-            return None
-        return (resident - before) * (units - use.done) // (use.done - done)
+        is_known = _keeps(use, self._planned) and use.cycle == cycle and 0 < done < use.done < self._planned.units
+        return (resident - before, use.done - done) if is_known and resident > before else None
 
 
 def of_largest_gradients(plan: Plan) -> int:
@@ -183,25 +161,40 @@ def scarce(peak: int, activations: int) -> int:
     return int(min(_FREED_OF_ACTIVATIONS * activations, _FREED_OF_PEAK * peak))
 
 
-def warning(use: Use, left: int, grown: int, more: int | None, planned: Planned) -> str:
+def warning(use: Use, left: int, taken: tuple[int, int], planned: Planned) -> str:
     """Return the text of the warning before `use`.
 
-    left: bytes of host memory. grown: bytes taken since the last look. more: estimated bytes that the units from this
-    one on take; None: unknown.
+    left: bytes of host memory. taken: bytes since the last peak, and the units that took them; 0: unknown.
     """
-    taken = show_bytes(grown)
-    if more is not None:
-        count = planned.units - use.done
-        units = "the last unit takes" if count == 1 else f"the {count} units left take"
-        taken += f", mostly activations, and needs about {_rounded(more)} more if {units} as much as those before"
+    nbytes, count = taken
+    held = f"The model has just taken {show_bytes(nbytes)}"
+    if count:
+        before = "The unit before" if count == 1 else f"The {count} units before"
+        to_come = planned.units - use.done
+        rest = "the last one takes" if to_come == 1 else f"the {to_come} left take"
+        held = (
+            f"{before} took {show_bytes(nbytes)}, mostly activations: {rest} about "
+            f"{show_bytes(nbytes * to_come // count)} if each takes as much"
+        )
     if use.within is Pass.FORWARD and planned.gradient:
-        taken += f". The loss and backward take more: the largest gradient alone has {show_bytes(planned.gradient)}"
-    *others, last = _remedies(use, grown, more, planned)
-    remedies = f"{', '.join(others)} or {last}"
+        held += f". The loss and backward take more: the largest gradient alone has {show_bytes(planned.gradient)}"
     return (
-        f"host memory: {show_bytes(left)} are left before unit {use.unit}. The model has just taken {taken}. If memory "
-        "runs out, the kernel kills the process (exit status 137), or under a ulimit an allocation fails. "
-        f"{remedies}. infinity plan counts all of it, and advises what suffices."
+        f"host memory: {show_bytes(left)} are left before unit {use.unit}. {held}. If memory runs out, the kernel "
+        f"kills the process (exit status 137), or under a ulimit an allocation fails. {to_fit()}"
+    )
+
+
+def plan_command() -> str:
+    """Return the command that predicts a run in the memory here: a limit, or what other processes leave."""
+    nbytes = total_memory() if memory_limit()[0] else available_memory() + _resident()
+    return f"infinity plan --host-memory {nbytes >> 20}MiB"
+
+
+def to_fit() -> str:
+    """Return how to find changes with which a run fits the memory here."""
+    return (
+        f"{plan_command()} (docs/plan.md) simulates such a step: it advises changes with which all of it fits, and its "
+        "peak is the memory that suffices without them."
     )
 
 
@@ -213,30 +206,6 @@ def _keeps(use: Use, planned: Planned) -> bool:
 def _of_backward(use: Use, planned: Planned) -> int:
     """Return the bytes that the backward of a forward takes beside its activations."""
     return _OF_BACKWARD * planned.gradient if use.within is Pass.FORWARD else 0
-
-
-def _remedies(use: Use, grown: int, more: int | None, planned: Planned) -> list[str]:
-    """Return changes, the most effective first. Arguments: as of `warning`."""
-    found = ["Lower the micro-batch", "shorten the sequences"]
-    has_graph = use.within is not Pass.WITHOUT_GRAPH
-    if has_graph:
-        found.append("checkpoint activations (torch.utils.checkpoint)")
-    # The loss and backward follow a forward. Other passes need about as much again, and no more for each unit.
-    short = (None if more is None else 2 * more) if _keeps(use, planned) else grown
-    short = None if short is None else short + _of_backward(use, planned)
-    if planned.largest and short is not None and short <= planned.buffers // _SHRINKS:
-        half = format_size(1 << max(12, (planned.largest // 2).bit_length() - 1))
-        largest = show_bytes(planned.largest)
-        found.append(f'set infinity.unit_size to "{half}" for smaller buffers (the largest unit has {largest})')
-    if has_graph and not planned.saves_on_nvme and (more is None or more >= _SEVERAL):
-        when = "if activations take several hundred MB, " if more is None else ""
-        found.append(f'{when}set infinity.activations.device to "nvme"')
-    return found
-
-
-def _rounded(nbytes: int) -> str:
-    """Return an estimate in two digits: 508_000_000 -> '510 MB'."""
-    return show_bytes(float(f"{nbytes:.1e}")).replace(".00", "")
 
 
 def _resident() -> int:

@@ -55,7 +55,7 @@ def test_the_json_has_bytes_of_each_kind_and_seconds_of_each_lane(rates: Path) -
     assert (found["fits"], found["limits"]) == (True, [])
     assert set(found["tiers"]) == {"device", "host", "nvme"}
     for kinds in found["tiers"].values():
-        assert set(kinds) == {"params", "gradients", "optimizer", "activations", "buffers", "processes"}
+        assert set(kinds) == {"params", "gradients", "optimizer", "second slots", "activations", "buffers", "processes"}
         assert all(isinstance(nbytes, int) for nbytes in kinds.values())
     host = found["tiers"]["host"]
     assert host["processes"] == 200_000_000
@@ -83,7 +83,7 @@ def test_a_fit_with_little_to_spare_is_none_for_sure(rates: Path) -> None:
         (peak + min(2 * activations, peak // 2) + 1, "It fits.", False),
     ):
         shown = " ".join(run("plan", *options, "--host-memory", host).stdout.split())
-        assert verdict in shown and ("returns these to the system at once" in shown) == is_slower
+        assert verdict in shown and ("returns freed blocks to the system at once" in shown) == is_slower
 
 
 @pytest.mark.parametrize("share", [0.9, 1.02])
@@ -385,24 +385,10 @@ def test_models_of_transformers_are_planned(rates: Path, tmp_path: Path, monkeyp
     assert found["tiers"]["host"]["processes"] == 456_000_000
     assert "456 MB were measured here" in " ".join(run("plan", *options).stdout.split())
     # Another process may have read the files of libraries first.
-    for less, verdict in (
-        (50_000_000, "It fits only in a container that does not count 100 MB of library files."),
-        (150_000_000, "It does not fit: host memory is too small."),
-    ):
-        small = (
-            "--model",
-            tmp_path,
-            "--seq-length",
-            "32",
-            "--batch-size",
-            "2",
-            "--host-memory",
-            found["peak_host_bytes"] - less,
-            *MEMORY[2:],
-        )
-        result = run("plan", *small)
-        assert result.exit_code == 1 and verdict in result.stdout
-        assert not planned(*small, code=1)["fits"]
+    small = ("--model", tmp_path, "--seq-length", "32", "--batch-size", "2", *MEMORY[2:])
+    printed = run("plan", *small, "--host-memory", found["peak_host_bytes"] - 1).stdout
+    assert "100 MB of that are pages of library files" in " ".join(printed.split())
+    assert "library files" not in run("plan", *options).stdout
     for known, nbytes in ((("--bandwidths", rates), 200_000_000), (("--gpus", "1", "--device-memory", "8GiB"), None)):
         assert planned(*options, *known)["tiers"]["host"]["processes"] == (nbytes or 1_360_000_000)
 
@@ -538,14 +524,16 @@ def build():
 """
 
 
-def test_blocks_that_nobody_names_are_not_to_be_checkpointed(rates: Path, tmp_path: Path) -> None:
+def test_blocks_that_nobody_names_are_not_to_be_checkpointed(
+    rates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Activations on nvme are advised instead."""
+    monkeypatch.setattr("infinity.cli.links.bench.process_memory", lambda *_: ProcessMemory(1_000_000, of_files=0))
     (tmp_path / "net.py").write_text(NO_LIST)
     file = tmp_path / "engine.json"
     section = {"nvme_path": str(tmp_path), "min_bytes": 512, "memory_bytes": "256KiB"}
     content = {"train_micro_batch_size_per_gpu": 4096, "infinity": {"activations": section}}
     file.write_text(json.dumps(content))
-    rates.write_text(json.dumps(RATES | {"baseline_rss": 1_000_000}))
     options = ("--module", f"{tmp_path / 'net.py'}:build", "--nvme", "8GiB", "--config", file, "--bandwidths", rates)
     before = planned(*options, "--host-memory", "8GiB")
     host = int(before["peak_host_bytes"] - 0.3 * before["tiers"]["host"]["activations"])
@@ -775,7 +763,7 @@ def test_the_help_has_the_defaults_of_the_shape() -> None:
 
 
 @pytest.mark.parametrize("param", ["nvme", "none"])
-def test_slots_of_durable_states_are_counted_in_their_kind(param: str, tmp_path: Path) -> None:
+def test_slots_of_durable_states_are_counted(param: str, tmp_path: Path) -> None:
     """Two slots for each parameter and optimizer state, wherever training keeps it."""
     file = tmp_path / "engine.json"
     found = []
@@ -786,9 +774,8 @@ def test_slots_of_durable_states_are_counted_in_their_kind(param: str, tmp_path:
         file.write_text(json.dumps({"train_batch_size": 2, "zero_optimization": zero, "infinity": section}))
         found.append(planned(*SHAPE[4:-2], "--hidden-size", "512", *MEMORY, "--config", file))
     once, twice = (each["tiers"]["nvme"] for each in found)
-    kinds = ("params", "optimizer")
-    held = [sum(each["tiers"][tier][kind] for tier in ("host", "nvme") for kind in kinds) for each in found]
-    assert sum(twice[kind] for kind in kinds) >= 2 * held[0] > 0
+    held = sum(found[0]["tiers"][tier][kind] for tier in ("host", "nvme") for kind in ("params", "optimizer"))
+    assert once["second slots"] == 0 and twice["second slots"] >= held > 0
     assert sum(twice.values()) == pytest.approx(found[1]["peak_nvme_bytes"], rel=0.01)
     assert once["gradients"] == twice["gradients"]
 

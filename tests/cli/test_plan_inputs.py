@@ -12,6 +12,7 @@ import pytest
 import infinity
 from infinity.cli.links.bench import ProcessMemory
 from infinity.sizes import show_bytes
+from infinity.tiers.space import file_system_of
 from support.commands import refused, run
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -105,6 +106,25 @@ def test_a_model_or_config_that_is_not_given_is_named(tmp_path: Path) -> None:
     model, config = json.loads(run("plan", "--json", "--checkpoint-activations").stdout)["notes"]
     assert "GPT-2 small" in model and "--module" in model and "every state on nvme" in config
     assert json.loads(run("plan", "--json", "--checkpoint-activations", "--config", file).stdout)["notes"] == [model]
+
+
+def test_a_folder_in_memory_is_noted(tmp_path: Path) -> None:
+    shm = Path("/dev/shm")
+    if file_system_of(shm) != "tmpfs":
+        pytest.skip(f"{shm} is no tmpfs here")
+    folders = [f"zero_optimization.{name}.nvme_path={shm}" for name in ("offload_param", "offload_optimizer")]
+    (note,) = planned("--config", written(tmp_path, {"train_batch_size": 2}), "--set", folders[0], "--set", folders[1])[
+        "notes"
+    ]
+    assert note.startswith(f"{shm} is on tmpfs here, which is memory")
+
+
+def test_a_folder_that_does_not_exist_is_planned_for(tmp_path: Path) -> None:
+    """Under a Trainer the run makes it, and another machine may have it."""
+    file, folder = written(tmp_path, AUTO), tmp_path / "absent"
+    places = [f"zero_optimization.{name}.nvme_path={folder}" for name in ("offload_param", "offload_optimizer")]
+    found = planned("--config", file, "--set", places[0], "--set", places[1])
+    assert found["fits"] and found["drafted"] == 1.0 and not folder.exists()
 
 
 def test_set_replaces_keys_of_the_config(tmp_path: Path) -> None:

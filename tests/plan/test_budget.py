@@ -195,7 +195,7 @@ def test_budgets_of_a_node_are_divided_over_its_ranks(tmp_path: Path, monkeypatc
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(ranks, "size", 2)
     monkeypatch.setattr(ranks, "model", SimpleNamespace(size=2, gather=lambda mine: [mine]))
-    budget = resolved.budget_of(config, ranks, computes_on_host=True, train=True)
+    budget = resolved.budget_of(config, ranks, computes_on_host=True, train=True, free_on_each=resolved.free_on_each)
     assert budget.host == (1 << 20) // 4 and budget.nvme, "two replicas of two tensor-parallel ranks share a node"
 
 

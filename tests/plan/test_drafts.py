@@ -93,7 +93,7 @@ def test_units_are_drafted_as_far_as_there_is_room(share: float, tmp_path_factor
 def test_a_full_disk_takes_drafts_away_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Free space bounds the second slots; the states themselves need what they need."""
     none = planned(tmp_path, speculate=False).peak_nbytes()[TierKind.NVME]
-    monkeypatch.setattr(resolved, "free_on_each", lambda folders: none + (256 << 10))
+    monkeypatch.setattr("infinity.engine.platform.free_on_each", lambda folders: none + (256 << 10))
     plan = planned(tmp_path)
     assert len(plan.drafted) < UNITS and plan.peak_nbytes()[TierKind.NVME] <= none + (128 << 10)
     model = seeded(lambda: Stack(32, UNITS - 2))

@@ -14,6 +14,7 @@ import pytest
 import infinity
 from infinity.engine.inference import InferenceEngine
 from infinity.engine.training import TrainingEngine
+from infinity.errors import OutOfMemoryError
 from infinity.tiers.space import IN_MEMORY, file_system_of
 from support.configs import engine_config
 from support.loops import open_engine
@@ -69,6 +70,16 @@ def test_a_folder_in_memory_is_named_once(
     other.mkdir()
     opened(other).close()
     assert len(told(caplog, other)) == 1
+
+
+def test_a_folder_in_memory_is_named_before_memory_is_too_small(
+    in_memory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files may be what leaves too little."""
+    monkeypatch.setattr("infinity.engine.platform.available_memory", lambda: 1 << 20)
+    with pytest.raises(OutOfMemoryError):
+        training(in_memory)
+    assert len(told(caplog, in_memory)) == 1
 
 
 def test_a_folder_of_saved_activations_is_named(
