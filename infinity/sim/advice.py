@@ -195,7 +195,8 @@ def longer(wear: Wear, again: Again, config: Config, ranks_per_node: int) -> Ite
         if not needs.limits and steps > wear.steps:
             then = "no step writes to it"
             if after is not None:
-                then = f"its rating lasts {_rounded(steps):,} steps ({_shown(after.days)}) instead of {lasts}"
+                kind = "shorter steps" if after.days < wear.days else "steps"  # more of them in less time
+                then = f"its rating lasts {_rounded(steps):,} {kind} ({_shown(after.days)}) instead of {lasts}"
             found.append((steps, f"to spare the drive, {change}: {then}"))
     if not found:
         yield f"the drive's rating lasts {_shown(wear.days)}: use a drive with a higher rating"
