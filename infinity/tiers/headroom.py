@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 from dataclasses import dataclass
 from enum import Enum
 
@@ -187,7 +188,8 @@ def warning(use: Use, left: int, taken: tuple[int, int], planned: Planned) -> st
 def plan_command() -> str:
     """Return the command that predicts a run in the memory here: a limit, or what other processes leave."""
     nbytes = total_memory() if memory_limit()[0] else available_memory() + _resident()
-    return f"infinity plan --host-memory {nbytes >> 20}MiB"
+    model = "--model FOLDER" if "transformers" in sys.modules else "--module FILE.py:FUNCTION"
+    return f"infinity plan {model} --config FILE --host-memory {nbytes >> 20}MiB"
 
 
 def to_fit() -> str:

@@ -149,8 +149,8 @@ def test_it_fits_in_what_it_needs_and_not_in_a_byte_less(options: dict[str, Any]
 @pytest.mark.parametrize(
     ("options", "fix"),
     [
-        ({"param": "cpu", "optim": "cpu"}, "for states, .* for buffers, .* infinity plan --host-memory "),
-        ({"prefetch_bytes": 1 << 30}, "needed are .* for buffers, .* infinity plan --host-memory "),
+        ({"param": "cpu", "optim": "cpu"}, "for states, .* for buffers, .* .* --host-memory "),
+        ({"prefetch_bytes": 1 << 30}, "needed are .* for buffers, .* .* --host-memory "),
     ],
 )
 def test_too_little_memory_is_refused_before_a_byte(

@@ -110,7 +110,7 @@ def test_beside_activations_no_change_is_advised_that_only_starts(tmp_path: Path
     parts = r"needed are (?:(.+) for states, )?(.+) for buffers, (.+) for threads and libraries, beside the (.+?) that"
     states, buffers, process, held = re.match(parts, hint).groups()  # type: ignore[union-attr]
     assert sum(map(parse_size, (states or "0 B", buffers, process))) == pytest.approx(peak + PROCESS, rel=0.01)
-    assert held == show_bytes(host_bytes(model)) and "infinity plan --host-memory " in hint
+    assert held == show_bytes(host_bytes(model)) and " --host-memory " in hint
     assert not VALUE.search(hint) and not DEVICE.search(hint)
 
 

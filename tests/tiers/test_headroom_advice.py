@@ -109,7 +109,7 @@ def test_changes_are_left_to_a_prediction(monkeypatch: pytest.MonkeyPatch) -> No
     for within, (limit, nbytes) in product(Pass, (("ulimit -d", 700), ("", 500))):
         monkeypatch.setattr(headroom, "memory_limit", lambda name=limit: (name, 0))
         text = warning(use("a", 3, within=within), 33 * MIB, (46 * MIB, 2), Planned(14))
-        assert f"infinity plan --host-memory {nbytes}MiB" in text and "exit status 137" in text
+        assert f" --config FILE --host-memory {nbytes}MiB" in text and "exit status 137" in text
         assert not [word for word in ("micro-batch", "checkpoint", "unit_size", "nvme") if word in text]
 
 
