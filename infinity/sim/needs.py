@@ -24,7 +24,7 @@ _RESERVE = 0.05
 """Share of a predicted peak that is left on a CPU. With freed blocks of 1 MiB returned, 28 measured peaks were up to
 3.3 % higher than predicted (bench/results/predict.md)."""
 _WHOLE = 1.1
-"""Share of the reserve that advice leaves. The changed run, predicted again, differs by some kB and has to leave all."""
+"""Share of the reserve that advice leaves: the changed run, predicted again, differs by some kB."""
 _MANY = 4
 """Share of a peak, as a divisor, from which activations are worth naming."""
 _KIND = {State.PARAM: "params", State.GRAD: "gradients", State.OPTIM: "optimizer"}
