@@ -114,6 +114,7 @@ class Headroom:
         if grown < _GROWN:
             return
         self._peak = resident
+        # Reading a container's counters takes longer than the rest, so only a new peak is worth it.
         left = available_memory()
         if left < scarce(resident, resident - self._first):
             return_freed_blocks()
@@ -168,6 +169,7 @@ def warning(use: Use, left: int, taken: tuple[int, int], planned: Planned) -> st
     left: bytes of host memory. taken: bytes since the last peak, and the units that took them; 0: unknown.
     """
     nbytes, count = taken
+    # Readers followed changes that were named here, such as a smaller micro-batch, into processes that were killed.
     held = f"The model has just taken {show_bytes(nbytes)}"
     if count:
         before = "The unit before" if count == 1 else f"The {count} units before"
@@ -187,7 +189,9 @@ def warning(use: Use, left: int, taken: tuple[int, int], planned: Planned) -> st
 
 def plan_command() -> str:
     """Return the command that predicts a run in the memory here: a limit, or what other processes leave."""
+    # A limit counts this process only, or those that are planned with it. Without one, others keep their memory.
     nbytes = total_memory() if memory_limit()[0] else available_memory() + _resident()
+    # A script that imports transformers has its model in a folder or a config, which needs no function.
     model = "--model FOLDER" if "transformers" in sys.modules else "--module FILE.py:FUNCTION"
     return f"infinity plan {model} --config FILE --host-memory {nbytes >> 20}MiB"
 
