@@ -69,7 +69,7 @@ def run_export(
         if config_from is None and others is not None:
             note(f"{CONFIG} and other files of the model were copied from {printable(others)}")
         elif not (out / CONFIG).is_file():
-            note(f"{out} has no {CONFIG}, which from_pretrained needs: pass --config-from FOLDER to copy one")
+            note(f"for from_pretrained, {out} lacks a {CONFIG}: pass --config-from FOLDER to copy one")
 
 
 def run_import(checkpoint: Path, out: Path, tag: str | None, optimizer: str | None) -> None:

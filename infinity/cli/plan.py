@@ -132,7 +132,7 @@ def run(flags: Flags) -> None:
         notes = [
             *_chosen(flags),
             *busy,
-            *assumed(job.config),
+            *assumed(job.config, job.make()),
             *kept(job.config, found.plan, found.ranks_per_node),
             *_in_memory(found.plan),
         ]
@@ -266,7 +266,7 @@ def _tile_bytes(flags: Flags) -> int | None:
 
 
 def _config(flags: Flags, ranks: int, model: PlannedModel | None) -> Config:
-    config = load(flags.config, flags.batch_size, ranks, None if model is None else model.module, flags.changes)
+    config = load(flags.config, flags.batch_size, ranks, model, flags.changes)
     if flags.max_model and config.infinity.cache_bytes and config.zero_optimization.stage < 3 and config.notes.filled:
         raise ConfigError(
             '--max-model: a config of stage 0 to 2 with "auto" keeps a whole model in memory: use stage 3'

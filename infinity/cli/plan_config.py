@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from infinity.config import Config, Fill, read_content
 from infinity.config.batch import resolve_batch
-from infinity.deepspeed.settings import load_settings
+from infinity.deepspeed.settings import in_dtype, load_settings
 from infinity.errors import ConfigError
 from infinity.inputs import show
+from infinity.sim.gpt2 import PlannedModel
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _OF_TRAINING_ARGUMENTS = {
@@ -36,7 +38,7 @@ _FROM_MODEL = ("zero_optimization.stage3_prefetch_bucket_size",)
 
 
 def load(
-    file: Path | None, batch: int | None, ranks: int, model: nn.Module | None, changes: Sequence[str] = ()
+    file: Path | None, batch: int | None, ranks: int, model: PlannedModel | None, changes: Sequence[str] = ()
 ) -> Config:
     """Return the config in `file`, with TrainingArguments' defaults in place of "auto"; without a file, the default.
 
@@ -107,21 +109,29 @@ def _is_for_a_trainer(content: Mapping[str, Any]) -> bool:
     return bool(notes.filled or notes.defaults)
 
 
-def _filled(content: Mapping[str, Any], batch: int | None, model: nn.Module | None) -> Config:
+def _filled(content: Mapping[str, Any], batch: int | None, model: PlannedModel | None) -> Config:
     micro = None if batch is not None else _MICRO_BATCH
     fill = Fill(**_OF_TRAINING_ARGUMENTS, train_micro_batch_size_per_gpu=micro)  # type: ignore[arg-type]
-    return load_settings(content, model or nn.Module(), fill)
+    if model is None:
+        return load_settings(content, nn.Module(), fill)
+    return load_settings(in_dtype(model.dtype, content), model.module, fill)
 
 
-def assumed(config: Config) -> Iterator[str]:
-    """Yield what stands in place of "auto" in the config; nothing without "auto"."""
+def assumed(config: Config, model: PlannedModel | None = None) -> Iterator[str]:
+    """Yield what stands in place of "auto" in the config, and the dtype that follows from the model; nothing without
+    "auto".
+    """
+    if model is not None and model.dtype in (torch.bfloat16, torch.float16) and config.notes.filled:
+        dtype = str(model.dtype).removeprefix("torch.")
+        yield f"the model's config.json has {dtype}, in which a Trainer's run trains it unless another is set"
     filled = [(key, value) for key, value in config.notes.filled if key not in _FROM_MODEL]
     values = [f"{key} {show(value)}" for key, value in filled if not key.startswith(_WITHOUT_EFFECT)]
     default = [key for key in config.notes.defaults if key not in _BATCH]
+    example = ", such as --set bf16.enabled=true" if ("bf16.enabled", False) in filled else " by --set"
     if values:
         yield (
             f'assumed in place of "auto": {", ".join(values)} (TrainingArguments\' defaults). If your script sets '
-            "others, pass them, such as --set bf16.enabled=true"
+            f"others, pass them{example}"
         )
     if default:
         yield f'assumed in place of "auto": the default of {", ".join(default)}'

@@ -48,8 +48,8 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     yield from notes
     if needs.returns_freed:
         yield (
-            f"{show_bytes(needs.spare(TierKind.HOST))} of host memory are left: so few that the engine returns freed "
-            "blocks to the system at once, which takes time (18 % of the steps of a GPT-2 of 98 M parameters)"
+            f"{show_bytes(needs.spare(TierKind.HOST))} of host memory are left. With so few, the engine returns freed "
+            "blocks to the system at once, and steps take longer: 18 % longer were those of a GPT-2 of 98 M parameters"
         )
     for tier in TierKind:
         if passing := needs.passing[tier]:
@@ -62,7 +62,8 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
         yield (
             f"infinity.speculate: {found.plan.drafted_share:.0%} of the parameters are updated in backward, before the "
             "gradient norm is known, into second slots of their states. If the gradients are then clipped, the updates "
-            "are repeated, and later steps wait for the norm until several are not clipped"
+            "are repeated, and later steps wait for the norm until several are not clipped. infinity.speculate false "
+            "saves the second slots"
         )
     if seen is not None:
         how = ", measured here" if found.is_measured else ""
@@ -87,9 +88,14 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     for line in found.advice:
         yield f"advice: {line}"
     if found.changed:
-        yield f"its changes of the config, as JSON: {json.dumps(found.changed)}"
+        yield f"its changes of the config, without those of the script, as JSON: {json.dumps(found.changed)}"
+    if found.changed_peak:
+        yield f"with all of its changes, the peak is {show_bytes(found.changed_peak)}"
     if "transformers" in found.measured_with and any("infinity.Init" in line for line in found.advice):
-        yield "A Trainer's script does so already if it constructs TrainingArguments(deepspeed=…) before the model"
+        yield (
+            "With a Trainer, from_pretrained does so already if TrainingArguments(deepspeed=…) is constructed before. "
+            "A model that is built by its class needs infinity.Init"
+        )
 
 
 def striping(config: Config) -> Iterator[str]:

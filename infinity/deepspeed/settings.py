@@ -78,13 +78,24 @@ def in_dtype_of(model: nn.Module, settings: Mapping[str, Any]) -> Mapping[str, A
 
     DeepSpeed trains such a model in its dtype. fp16 then has no loss scale, as there.
     """
-    switches = ("bf16", "bfloat16", "fp16", "torch_autocast")
+    found = in_dtype(dtype_of(model), settings)
+    if found is not settings:
+        logger.info("the model's parameters are in 16 bits, so %s.enabled is true", _SECTION_OF[dtype_of(model)][0])
+    return found
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of all floating-point parameters; fp32 if they have several."""
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    section = _SECTION_OF.get(dtypes.pop()) if len(dtypes) == 1 else None
-    if section is None or any(read(settings, f"{name}.enabled") is True for name in switches):
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def in_dtype(dtype: torch.dtype, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `settings`, with bf16 or fp16 enabled for parameters of that dtype, if no section is enabled."""
+    switches = ("bf16", "bfloat16", "fp16", "torch_autocast")
+    if dtype not in _SECTION_OF or any(read(settings, f"{name}.enabled") is True for name in switches):
         return settings
-    name, keys = section
-    logger.info("the model's parameters are in 16 bits, so %s.enabled is true", name)
+    name, keys = _SECTION_OF[dtype]
     return {**settings, name: {**(settings.get(name) or {}), **keys}}
 
 

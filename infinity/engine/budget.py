@@ -31,9 +31,10 @@ from infinity.plan.remedy import Replan, fitting, needed, remedy
 from infinity.plan.shortage import Shortage, shortage
 from infinity.sizes import show_bytes
 from infinity.tier_kind import TierKind
-from infinity.tiers.available import available_memory
+from infinity.tiers.available import available_memory, memory_limit
 from infinity.tiers.files import check_folder
-from infinity.tiers.headroom import PROCESS, to_fit
+from infinity.tiers.headroom import PROCESS, dtype_option, to_fit
+from infinity.tiers.space import IN_MEMORY, file_system_of, names
 from infinity.units.discover import ModelUnits, discover_model, unit_size_of
 
 if TYPE_CHECKING:
@@ -114,6 +115,24 @@ def free_on_each(folders: list[str]) -> int:
     return nvme_share(min(each) * len(folders))
 
 
+def check_files_in_memory(plan: Plan, available: int) -> None:
+    """Raise OutOfMemoryError if folders on nvme are in memory, which does not hold their files and the plan.
+
+    available: bytes of host memory. A ulimit does not count files.
+    """
+    if plan.io is None or memory_limit()[0].startswith("ulimit"):
+        return
+    folders = [folder for folder in plan.io.folders if file_system_of(folder) in IN_MEMORY]
+    files = plan.nbytes()[TierKind.NVME] * len(folders) // len(plan.io.folders)
+    if (needed := files + plan.peak_of_host() + PROCESS) > available and folders:
+        raise OutOfMemoryError(
+            f"host memory, of which files in {names(folders)} take {show_bytes(files)}",
+            needed,
+            available,
+            "name a folder on a local drive (nvme_path), such as one on ext4 or xfs",
+        )
+
+
 def check_memory(
     config: Config,
     plan: Plan,
@@ -150,7 +169,7 @@ def check_memory(
     if plan.device.host_addressable:
         # Changes that only let the engine start would end in a killed process: the batch is not known here.
         raise OutOfMemoryError(
-            where, short.needed + more, short.available + more, _beside_activations(plan, model, more)
+            where, short.needed + more, short.available + more, _beside_activations(config, plan, model, more)
         )
     fix = _changes(config, plan, budget, short, replan, lacks, model) or remedy(
         config, plan, budget, short, replan, lacks, more
@@ -163,7 +182,7 @@ def check_memory(
     raise OutOfMemoryError(where, short.needed + more, short.available + more, fix)
 
 
-def _beside_activations(plan: Plan, model: nn.Module | None, more: int) -> str:
+def _beside_activations(config: Config, plan: Plan, model: nn.Module | None, more: int) -> str:
     """Return the parts of the needed bytes, and how to find changes that leave memory for activations.
 
     more: bytes of the process beside the plan.
@@ -173,8 +192,11 @@ def _beside_activations(plan: Plan, model: nn.Module | None, more: int) -> str:
     parts = {"states": states, "buffers": buffers, "threads and libraries": more}
     listed = ", ".join(f"{show_bytes(nbytes)} for {part}" for part, nbytes in parts.items() if nbytes)
     constructed = 0 if model is None else host_bytes(model)
-    held = f", beside the {show_bytes(constructed)} that the model's parameters hold" if constructed else ""
-    return f"needed are {listed}{held}, and activations come in addition. {to_fit()}"
+    held = ""
+    if constructed:
+        where = "infinity.Init" if config.zero_optimization.nvme_paths else "the meta device"
+        held = f", beside {show_bytes(constructed)} of the model's parameters, which {where} constructs without them"
+    return f"needed are {listed}{held}. Activations come in addition. {to_fit(dtype_option(plan))}"
 
 
 def _changes(

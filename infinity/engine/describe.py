@@ -16,8 +16,8 @@ from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.sizes import counted, show_bytes
 from infinity.tier_kind import TierKind
-from infinity.tiers.available import available_memory, memory_limit
-from infinity.tiers.headroom import PROCESS, plan_command
+from infinity.tiers.available import memory_limit
+from infinity.tiers.headroom import dtype_option, plan_command, room
 
 if TYPE_CHECKING:
     from infinity.config import Config
@@ -96,11 +96,10 @@ def summarize(plan: Plan) -> str:
 def left_under_limit(plan: Plan) -> Iterator[str]:
     """Yield what a container or a ulimit leaves for activations, if that is little and they are in host memory."""
     name, _ = memory_limit()
-    left = max(0, available_memory() - PROCESS)
-    if name and plan.device.host_addressable and left < _LITTLE:
+    if name and plan.device.host_addressable and (left := room()) < _LITTLE:
         yield (
             f"{name} leaves about {show_bytes(left)}, into which activations and backward's gradients have to fit: "
-            f"{plan_command()} predicts them"
+            f"{plan_command(dtype_option(plan))} predicts them"
         )
 
 

@@ -20,7 +20,7 @@ from infinity.comm.agreement.comparison import groups_in_common, in_common
 from infinity.comm.communicator import Communicator
 from infinity.comm.dtensor import TensorParallelMesh
 from infinity.durable.run import DurableRun
-from infinity.engine.budget import budget_of, check_memory, plan_units
+from infinity.engine.budget import budget_of, check_files_in_memory, check_memory, plan_units
 from infinity.engine.durable import DurableSteps
 from infinity.engine.parts import EngineParts, UpdateParts, close_memory
 from infinity.engine.platform import MACHINE, Platform
@@ -36,6 +36,7 @@ from infinity.grads.store import GradStore
 from infinity.model.aliases import check_aliases
 from infinity.model.backward import BackwardTracker, ComingGradients, Engine
 from infinity.model.saved import SavedTensors, Scope
+from infinity.observe.log import show_by_default
 from infinity.optim.parameter_rule import ParameterRule
 from infinity.plan import pools as sizes
 from infinity.plan.budget import Budget
@@ -172,8 +173,10 @@ def assemble(
     available = platform.available(device)
     if available is not None:
         if plan.io is not None and ranks.is_main_rank:
+            show_by_default()
             warn_of_memory(plan.io.folders)  # first: files there may be what leaves too little
         check_memory(config, plan, planned.budget, planned.replan, available, model, memory_limit())
+        check_files_in_memory(plan, available[TierKind.HOST])
     if plan.device.limit:
         device.limit(plan.device.limit)
     tiers: dict[TierKind, Tier] = {}

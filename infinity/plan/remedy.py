@@ -44,6 +44,8 @@ class Change:
 
     text: str = ""
     keys: Mapping[str, Any] = field(default_factory=dict)
+    peak: int = 0
+    """Bytes of a node that the run takes with it; 0: not known."""
 
     def __str__(self) -> str:
         return self.text

@@ -16,7 +16,7 @@ from infinity.plan.remedy import Change
 from infinity.sim.gpt2 import PlannedModel
 from infinity.sim.machine import Machine
 from infinity.sim.needs import Needs, Variant
-from infinity.sizes import show_bytes
+from infinity.sizes import counted, show_bytes
 from infinity.tier_kind import TierKind
 
 if TYPE_CHECKING:
@@ -131,10 +131,11 @@ def _smaller(config: Config, machine: Machine, needs: Needs, tier: TierKind) -> 
             continue
         accumulation = batch.accumulation * batch.micro // micro
         sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
-        change = Change(f"use a micro-batch of {micro} with gradient_accumulation_steps {accumulation}", sizes)
+        text = f"use a micro-batch of {micro} with gradient_accumulation_steps {accumulation}"
+        change = Change(f"{text} (your loop then passes {counted(micro, 'sample')} at a time)", sizes)
         if filled := _filled(config):
             keys = {key: value for key, value in sizes.items() if key not in filled}
-            change = Change(f"{change} (TrainingArguments: per_device_train_batch_size={micro})", keys)
+            change = Change(f"{text} (TrainingArguments: per_device_train_batch_size={micro})", keys)
         yield change, config.model_copy(update=sizes)
 
 

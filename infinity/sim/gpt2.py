@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from infinity.deepspeed.settings import dtype_of
 from infinity.errors import ConfigError
 from infinity.inputs import parse_json, read_input
 from infinity.nn import tile
@@ -192,6 +193,8 @@ class PlannedModel:
     for small layers, and up to 32 MB more for attention."""
     of_files: int = 75_000_000
     """Bytes of `process` that are pages of library files."""
+    dtype: torch.dtype = torch.float32
+    """That of its parameters in the user's script. They are in fp32 here."""
     measured_with: str = ""
     """Libraries of the process that was measured here; empty: the bytes are assumed."""
 
@@ -262,10 +265,12 @@ def of_transformers(
     except Exception as error:
         why = str(error).partition("\n")[0] or type(error).__name__
         raise ConfigError(f"--model {folder}: transformers refuses {file}: {why:.300}") from error
+    dtype = dtype_of(module)
     module.float()
     if tile_bytes is not None:
         tile(module, tile_bytes)
-    return language_model(str(content["model_type"]), module, sequence=sequence, checkpoint=checkpoint)
+    found = language_model(str(content["model_type"]), module, sequence=sequence, checkpoint=checkpoint)
+    return replace(found, dtype=dtype)
 
 
 def language_model(name: str, module: nn.Module, *, sequence: int | None, checkpoint: bool) -> PlannedModel:

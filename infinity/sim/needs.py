@@ -285,10 +285,11 @@ class _Search:
         for variant in self._each():
             left = variant.needs.peak[self._tier] - variant.needs.bound(self._tier, reserve=reserve)
             if left <= 0:
-                return variant.change.then(self._construction(variant))
+                return replace(variant.change.then(self._construction(variant)), peak=variant.needs.peak[self._tier])
             for freed, change in self._planned(variant, left):
                 if freed >= left:
-                    return change.then(variant.change, self._construction(variant, freed))
+                    changes = change.then(variant.change, self._construction(variant, freed))
+                    return replace(changes, peak=variant.needs.peak[self._tier] - freed)
         return None
 
     def _construction(self, variant: Variant, freed: int = 0) -> Change:

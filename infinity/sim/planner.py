@@ -64,6 +64,8 @@ class Prediction:
     """None: bandwidths are unknown, so there are no seconds."""
     is_measured: bool = False
     """True: the model's operations were timed on this machine."""
+    changed_peak: int = 0
+    """Bytes of that memory with all changes; 0: no changes, or of two memories."""
     constructed: str = ""
     """Where the model is to be constructed, if memory does not hold it beside the buffers."""
     measured_with: str = ""
@@ -103,6 +105,8 @@ class Prediction:
             "step": step,
             "advice": self.advice,
             "changed": self.changed,
+            "changed_peak_bytes": self.changed_peak,
+            "construct": self.constructed,
         }
 
 
@@ -160,6 +164,7 @@ def predict(
     start = Variant(Change(), needs, plan, config)
     changes = [*advice(start, savings), *construction(start)]
     in_config = [change for change in changes if change.keys]
+    peaks = [change.peak for change in changes if change.peak]
     found, wear = [str(change) for change in changes], None
     if simulation is not None and links is not None:
         wear = wear_of(simulation, machine.ranks_per_node, endurance)
@@ -187,6 +192,7 @@ def predict(
         changed=in_config[0].to_json() if len(in_config) == 1 else {},
         simulation=simulation,
         is_measured=simulation is not None and times is not None,
+        changed_peak=peaks[0] if len(peaks) == 1 else 0,
         constructed=where_to_construct(config) if needs.lacking_at_start() > 0 else "",
         measured_with=model.measured_with,
         of_files=0 if machine.gpus or links is not None else model.of_files * machine.ranks_per_node,

@@ -12,6 +12,8 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+
 from infinity.concurrency import now
 from infinity.observe.log import logger
 from infinity.plan.plan import Plan
@@ -59,17 +61,18 @@ class Planned:
     """Numbers of a plan that a warning depends on.
 
     units: of the model. saves_on_nvme: activations are written to nvme. gradient: bytes of the largest parameter's
-    gradient, which autograd allocates in host memory; 0: it allocates none.
+    gradient, which autograd allocates in host memory; 0: it allocates none. dtype_option: of `plan_command`.
     """
 
     units: int = 1
     saves_on_nvme: bool = False
     gradient: int = 0
+    dtype_option: str = ""
 
     @classmethod
     def of(cls, plan: Plan) -> Planned:
         saves_on_nvme = plan.activations is not None and plan.activations.tier is TierKind.NVME
-        return cls(len(plan.units), saves_on_nvme, of_largest_gradients(plan) // _OF_BACKWARD)
+        return cls(len(plan.units), saves_on_nvme, of_largest_gradients(plan) // _OF_BACKWARD, dtype_option(plan))
 
 
 class Headroom:
@@ -183,25 +186,40 @@ def warning(use: Use, left: int, taken: tuple[int, int], planned: Planned) -> st
         held += f". The loss and backward take more: the largest gradient alone has {show_bytes(planned.gradient)}"
     return (
         f"host memory: {show_bytes(left)} are left before unit {use.unit}. {held}. If memory runs out, the kernel "
-        f"kills the process (exit status 137), or under a ulimit an allocation fails. {to_fit()}"
+        f"kills the process (exit status 137), or under a ulimit an allocation fails. {to_fit(planned.dtype_option)}"
     )
 
 
-def plan_command() -> str:
+def room() -> int:
+    """Return the bytes that this process has left, as infinity plan counts them: with all pages of its library files,
+    of which a container may count a part.
+    """
+    return max(0, min(available_memory(), total_memory() - _resident()) - PROCESS)
+
+
+def dtype_option(plan: Plan) -> str:
+    """Return the option that gives infinity plan the dtype of a Trainer's run, which its config may not have."""
+    in_bf16 = any(layout.dtype == torch.bfloat16 for layout in plan.units)
+    return " --set bf16.enabled=true" if in_bf16 and _has_transformers() else ""
+
+
+def plan_command(dtype_option: str) -> str:
     """Return the command that predicts a run in the memory here: a limit, or what other processes leave."""
     # A limit counts this process only, or those that are planned with it. Without one, others keep their memory.
     nbytes = total_memory() if memory_limit()[0] else available_memory() + _resident()
     # A script that imports transformers has its model in a folder or a config, which needs no function.
-    model = "--model FOLDER" if "transformers" in sys.modules else "--module FILE.py:FUNCTION"
-    return f"infinity plan {model} --config FILE --host-memory {nbytes >> 20}MiB"
+    model = "--model FOLDER --batch-size N --seq-length N" if _has_transformers() else "--module FILE.py:FUNCTION"
+    return f"infinity plan {model} --config FILE{dtype_option} --host-memory {nbytes >> 20}MiB"
 
 
-def to_fit() -> str:
+def to_fit(dtype_option: str) -> str:
     """Return how to find changes with which a run fits the memory here."""
-    return (
-        f"{plan_command()} (docs/plan.md) simulates such a step: it advises changes with which all of it fits, and its "
-        "peak is the memory that suffices without them."
-    )
+    command = plan_command(dtype_option)
+    return f"{command} (docs/plan.md) simulates such a step, and advises changes with which all of it fits."
+
+
+def _has_transformers() -> bool:
+    return "transformers" in sys.modules
 
 
 def _keeps(use: Use, planned: Planned) -> bool:

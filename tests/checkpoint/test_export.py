@@ -198,7 +198,7 @@ def test_the_command_copies_the_config_beside_a_trainers_checkpoint(tag: str, tm
     for name in ("config.json", "tokenizer.json", "trainer_state.json", "optimizer.pt"):
         (tmp_path / "checkpoint-5" / name).write_text("{}")
     result = commands.run("export", source, tmp_path / "without")  # a folder of no Trainer
-    assert result.exit_code == 0 and "has no config.json, which from_pretrained needs" in result.stderr
+    assert result.exit_code == 0 and "lacks a config.json: pass --config-from" in result.stderr
     assert [path.name for path in (tmp_path / "without").iterdir()] == ["model.safetensors"]
     (tmp_path / "checkpoint-5" / "training_args.bin").write_bytes(b"")
     result = commands.run("export", source, tmp_path / "out")

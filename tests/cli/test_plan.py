@@ -410,6 +410,8 @@ def test_a_model_that_has_to_be_constructed_without_memory(share: float) -> None
     assert not said or said[0].startswith("host memory is" if share < 1 else META)
     printed = " ".join(run("plan", *options).stdout.split())
     assert ("It fits if the model is constructed in infinity.Init." in printed) == (share == 1.06)
+    assert after["construct"] == ("in infinity.Init" if share < 1.5 else "")
+    assert share > 1 or f"with all of its changes, the peak is {show_bytes(after['changed_peak_bytes'])}" in printed
 
 
 def test_a_model_in_memory_that_a_change_leaves_no_room_for(tmp_path: Path) -> None:
@@ -500,9 +502,11 @@ def test_advice_on_activations_fits(
     assert line.startswith("host memory is ") and change in line
     assert merged(content, found["changed"]) == followed(content, line, tmp_path)
     file.write_text(json.dumps(merged(content, found["changed"])))
+    expected = found["changed_peak_bytes"]
     if "checkpoint activations" in line:
         options = ("--checkpoint-activations",)
-    assert planned(*shape, *options, "--host-memory", host)["fits"]
+    after = planned(*shape, *options, "--host-memory", host)
+    assert after["fits"] and after["peak_host_bytes"] == pytest.approx(expected, rel=0.01) and expected <= host
 
 
 NO_LIST = """

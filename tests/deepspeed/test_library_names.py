@@ -136,6 +136,19 @@ def test_initialize_sums_up_the_states_where_only_warnings_are_shown(
     assert engine.training_engine.describe().endswith("\n\n" + "\n".join(lines))
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["config", "script"])
+def test_the_summary_names_the_scheduler_of_the_config(
+    own: bool, opens: Opens, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Losses differ from those with a Trainer's schedule. A schedule of the script comes before the config's."""
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
+    given = {"lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer)} if own else {}
+    with caplog.at_level(logging.WARNING, logger=deepspeed.logger.name):
+        caplog.handler.setLevel(logging.NOTSET)
+        opens(3, scheduler=scheduler, given=given)
+    assert ("WarmupLR of the config sets the learning rates" in caplog.text) is not own
+
+
 @pytest.mark.parametrize("level", [logging.INFO, logging.WARNING], ids=["loop", "trainer"])
 def test_the_summary_names_the_key_that_keeps_states_in_memory(
     level: int, opens: Opens, caplog: pytest.LogCaptureFixture, tmp_path: Path

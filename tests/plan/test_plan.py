@@ -379,8 +379,8 @@ def test_only_what_the_device_copies_is_pinned(tmp_path: Path, clip: float, pin:
 @pytest.mark.parametrize(
     ("limit", "left", "said"),
     [
-        ("the container's limit", 500_000_000, "the container's limit leaves about 466 MB, into which activations and"),
-        ("ulimit -d", 1_000, "ulimit -d leaves about 0 B, into which activations"),
+        ("the container's limit", 466_000_000, "the container's limit leaves about 466 MB, into which activations and"),
+        ("ulimit -d", 0, "ulimit -d leaves about 0 B, into which activations"),
         ("", 500_000_000, ""),
         ("the container's limit", 3_000_000_000, ""),
     ],
@@ -388,9 +388,9 @@ def test_only_what_the_device_copies_is_pinned(tmp_path: Path, clip: float, pin:
 def test_what_a_small_limit_leaves_for_activations_is_said(
     limit: str, left: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Less what threads and libraries take. The gradients of backward count as activations, as in a prediction."""
+    """The gradients of backward count as activations, as in a prediction."""
     monkeypatch.setattr("infinity.engine.describe.memory_limit", lambda: (limit, 0))
-    monkeypatch.setattr("infinity.engine.describe.available_memory", lambda: left)
+    monkeypatch.setattr("infinity.engine.describe.room", lambda: left)
     model, seam = seeded(Stack), CpuDevice()
     groups = [{"params": list(model.parameters())}]
     plan = plan_model(model, engine_config(folder=tmp_path), groups, seam, Communicator(seam)).plan

@@ -107,7 +107,9 @@ def test_beside_activations_no_change_is_advised_that_only_starts(tmp_path: Path
     with pytest.raises(OutOfMemoryError) as raised:
         check_memory(config, found.plan, found.budget, found.replan, available, model)
     hint = raised.value.hint
-    parts = r"needed are (?:(.+) for states, )?(.+) for buffers, (.+) for threads and libraries, beside the (.+?) that"
+    parts = (
+        r"needed are (?:(.+) for states, )?(.+) for buffers, (.+) for threads and libraries, beside (.+?) of the model"
+    )
     states, buffers, process, held = re.match(parts, hint).groups()  # type: ignore[union-attr]
     assert sum(map(parse_size, (states or "0 B", buffers, process))) == pytest.approx(peak + PROCESS, rel=0.01)
     assert held == show_bytes(host_bytes(model)) and " --host-memory " in hint
@@ -314,5 +316,5 @@ def test_a_model_that_leaves_too_little_memory_is_to_be_built_without_any(tmp_pa
         assert done.stdout == "trained\n" or "too little host memory (ulimit -d): " in done.stdout
         return done.stdout.partition("are missing; ")[2] or done.stdout
 
-    assert "beside the 101 MB that the model's parameters hold" in printed("plain")
+    assert "beside 101 MB of the model's parameters, which infinity.Init constructs without them" in printed("plain")
     assert printed("meta") == printed("Init") == "trained\n"

@@ -113,6 +113,15 @@ def test_changes_are_left_to_a_prediction(monkeypatch: pytest.MonkeyPatch) -> No
         assert not [word for word in ("micro-batch", "checkpoint", "unit_size", "nvme") if word in text]
 
 
+@pytest.mark.parametrize(("resident", "left"), [(300, 200), (600, 100)])
+def test_room_counts_as_a_prediction_does(resident: int, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may not count pages of library files that others have read, and infinity plan counts them."""
+    monkeypatch.setattr(headroom, "total_memory", lambda: 700 * MIB)
+    monkeypatch.setattr(headroom, "available_memory", lambda: 200 * MIB)
+    monkeypatch.setattr(headroom, "_resident", lambda: resident * MIB)
+    assert headroom.room() == left * MIB - headroom.PROCESS
+
+
 @pytest.mark.parametrize(("spare", "is_announced"), [(0, False), (-1, True)])
 def test_what_backward_takes_has_to_be_left_in_a_forward(
     spare: int, is_announced: bool, machine: Machine, caplog: pytest.LogCaptureFixture

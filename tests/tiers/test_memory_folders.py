@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 import infinity
+from infinity.engine.budget import check_files_in_memory
 from infinity.engine.inference import InferenceEngine
 from infinity.engine.training import TrainingEngine
 from infinity.errors import OutOfMemoryError
+from infinity.tiers.headroom import PROCESS
 from infinity.tiers.space import IN_MEMORY, file_system_of
 from support.configs import engine_config
 from support.loops import open_engine
@@ -80,6 +82,19 @@ def test_a_folder_in_memory_is_named_before_memory_is_too_small(
     with pytest.raises(OutOfMemoryError):
         training(in_memory)
     assert len(told(caplog, in_memory)) == 1
+
+
+def test_files_in_memory_count_as_host_memory(in_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reserving them would otherwise end the process. A byte more is enough."""
+    engine = training(in_memory)
+    plan = engine.parts.plan
+    engine.close()
+    needed = plan.nbytes()["nvme"] + plan.peak_of_host() + PROCESS
+    check_files_in_memory(plan, needed)
+    with pytest.raises(
+        OutOfMemoryError, match=f"files in {in_memory} take .* 1 are missing; name a folder on a local drive"
+    ):
+        check_files_in_memory(plan, needed - 1)
 
 
 def test_a_folder_of_saved_activations_is_named(
