@@ -127,6 +127,24 @@ def test_a_folder_that_does_not_exist_is_planned_for(tmp_path: Path) -> None:
     assert found["fits"] and found["drafted"] == 1.0 and not folder.exists()
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_model_in_16_bits_is_planned_in_its_dtype(dtype: str, tmp_path: Path) -> None:
+    """As DeepSpeed's rule has it for a Trainer's run, unless the config enables a section."""
+    pytest.importorskip("transformers")
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": dtype, **shape, **heads}))
+    options = ("--model", tmp_path, "--seq-length", "32", "--nvme", "8GiB", "--host-memory", "8GiB", "--json")
+
+    def found(**bf16: Any) -> dict[str, Any]:
+        file = written(tmp_path, AUTO, bf16)
+        return json.loads(run("plan", *options, "--config", file).stdout)  # type: ignore[no-any-return]
+
+    by_dtype, chosen = found(), found(bf16={"enabled": True})
+    assert (by_dtype["tiers"] == chosen["tiers"]) == (dtype == "bfloat16")
+    assert any("config.json has bfloat16" in note for note in by_dtype["notes"]) == (dtype == "bfloat16")
+
+
 def test_set_replaces_keys_of_the_config(tmp_path: Path) -> None:
     """As if they were in the file, and of the default config without one. Values are JSON, or texts."""
     changed = {**AUTO, "bf16": {"enabled": True}, "gradient_accumulation_steps": 2, "infinity": {"unit_size": "64KiB"}}

@@ -90,3 +90,18 @@ def test_names_in_cells_may_break_after_separators() -> None:
 def test_nested_lists_are_indented_as_python_markdown_requires() -> None:
     page = "- a\n  - b\n\n```\n  - code\n```"
     assert hooks().on_page_markdown(page) == page.replace("  - b", "    - b")
+
+
+def test_blocks_of_list_items_are_indented_by_four_spaces() -> None:
+    """With fewer, Python-Markdown ends the list, and the items after it become one paragraph."""
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    short = []
+    for page in pages:
+        before, in_item = "", False
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            if line and not line.startswith(" "):
+                in_item = bool(re.match(r"([-*]|\d+\.) ", line))
+            elif in_item and not before.strip() and re.match(r" {1,3}\S", line):
+                short.append(f"{page.relative_to(ROOT)}:{number}")
+            before = line
+    assert not short
