@@ -49,7 +49,7 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
     if needs.returns_freed:
         yield (
             f"{show_bytes(needs.spare(TierKind.HOST))} of host memory are left. With so few, the engine returns freed "
-            "blocks to the system at once, and steps take longer: 18 % longer were those of a GPT-2 of 98 M parameters"
+            "blocks to the system at once, and steps take longer (18 % for a GPT-2 of 98 M parameters)"
         )
     for tier in TierKind:
         if passing := needs.passing[tier]:
@@ -87,15 +87,15 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
         yield "step: not predicted without --bandwidths, which infinity bench-links measures"
     for line in found.advice:
         yield f"advice: {line}"
-    if found.changed:
-        yield f"its changes of the config, without those of the script, as JSON: {json.dumps(found.changed)}"
-    if found.changed_peak:
-        yield f"with all of its changes, the peak is {show_bytes(found.changed_peak)}"
     if "transformers" in found.measured_with and any("infinity.Init" in line for line in found.advice):
         yield (
-            "With a Trainer, from_pretrained does so already if TrainingArguments(deepspeed=…) is constructed before. "
+            "With a Trainer, from_pretrained constructs it so if TrainingArguments(deepspeed=…) comes before it. "
             "A model that is built by its class needs infinity.Init"
         )
+    if found.changed:
+        yield f"this advice in the config, as JSON without the changes of the script: {json.dumps(found.changed)}"
+    if found.changed_peak:
+        yield f"with all changes of this advice, the peak is {show_bytes(found.changed_peak)}"
 
 
 def striping(config: Config) -> Iterator[str]:

@@ -194,8 +194,8 @@ def _beside_activations(config: Config, plan: Plan, model: nn.Module | None, mor
     constructed = 0 if model is None else host_bytes(model)
     held = ""
     if constructed:
-        where = "infinity.Init" if config.zero_optimization.nvme_paths else "the meta device"
-        held = f", beside {show_bytes(constructed)} of the model's parameters, which {where} constructs without them"
+        where = "in infinity.Init" if config.zero_optimization.nvme_paths else "on the meta device"
+        held = f". The model's parameters hold {show_bytes(constructed)}, which are free if it is constructed {where}"
     return f"needed are {listed}{held}. Activations come in addition. {to_fit(dtype_option(plan))}"
 
 

@@ -259,7 +259,8 @@ class _Least(NamedTuple):
         if not self.change.text:
             return Change(less)
         held = f", {show_bytes(self.activations)} of them for activations," if shorter else ""
-        return Change(f"{less}: it still needs {show_bytes(self.nbytes)}{held} if you {self.change}")
+        text = f"{less}: it still needs {show_bytes(self.nbytes)}{held} if you {self.change}"
+        return replace(self.change, text=text, peak=self.nbytes)
 
 
 class _Search:
@@ -303,7 +304,7 @@ class _Search:
             peak, activations = variant.needs.peak[self._tier], variant.needs.tiers[self._tier]["activations"]
             trials = self._planned(variant, peak)
             freed, change = max(trials, default=(0, Change()), key=lambda each: each[0])
-            yield _Least(peak - freed, activations, change.then(variant.change))
+            yield _Least(peak - freed, activations, change.then(variant.change, self._construction(variant, freed)))
 
     def _each(self) -> Iterator[Variant]:
         """Yield no change and those of activations, each of which is simulated once."""

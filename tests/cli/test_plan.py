@@ -411,7 +411,10 @@ def test_a_model_that_has_to_be_constructed_without_memory(share: float) -> None
     printed = " ".join(run("plan", *options).stdout.split())
     assert ("It fits if the model is constructed in infinity.Init." in printed) == (share == 1.06)
     assert after["construct"] == ("in infinity.Init" if share < 1.5 else "")
-    assert share > 1 or f"with all of its changes, the peak is {show_bytes(after['changed_peak_bytes'])}" in printed
+    assert (
+        share > 1
+        or f"with all changes of this advice, the peak is {show_bytes(after['changed_peak_bytes'])}" in printed
+    )
 
 
 def test_a_model_in_memory_that_a_change_leaves_no_room_for(tmp_path: Path) -> None:
