@@ -118,9 +118,9 @@ def free_on_each(folders: list[str]) -> int:
 def check_files_in_memory(plan: Plan, available: int) -> None:
     """Raise OutOfMemoryError if folders on nvme are in memory, which does not hold their files and the plan.
 
-    available: bytes of host memory. A ulimit does not count files.
+    available: bytes of host memory. A ulimit does not count files, and those of a durable run may be there already.
     """
-    if plan.io is None or memory_limit()[0].startswith("ulimit"):
+    if plan.io is None or plan.io.durable is not None or memory_limit()[0].startswith("ulimit"):
         return
     folders = [folder for folder in plan.io.folders if file_system_of(folder) in IN_MEMORY]
     files = plan.nbytes()[TierKind.NVME] * len(folders) // len(plan.io.folders)
