@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ _OF_TRAINING_ARGUMENTS = {
     "total_num_steps": 1000,
 }
 """Defaults of transformers' TrainingArguments (5.23.0), and a number of steps, which follows from the data."""
+_IN_FP32 = {"bf16.enabled=false", "fp16.enabled=false"}
 _MICRO_BATCH = 8
 """Its default of per_device_train_batch_size."""
 _WITHOUT_EFFECT = ("optimizer.params.", "scheduler.params.")
@@ -48,6 +50,8 @@ def load(
     batch sizes too.
     """
     content = _default(batch, ranks) if file is None else read_content(file)
+    if model is not None and _IN_FP32 & {change.replace(" ", "") for change in changes}:
+        model = replace(model, dtype=torch.float32)  # a script may build it so, whatever its config.json has
     for change in changes:
         _set(content, change)
     name = "" if file is None else f"{file}: "
@@ -121,9 +125,13 @@ def assumed(config: Config, model: PlannedModel | None = None) -> Iterator[str]:
     """Yield what stands in place of "auto" in the config, and the dtype that follows from the model; nothing without
     "auto".
     """
-    if model is not None and model.dtype in (torch.bfloat16, torch.float16) and config.notes.filled:
+    is_half = config.bf16.enabled or config.fp16.enabled
+    if model is not None and model.dtype != torch.float32 and is_half and config.notes.filled:
         dtype = str(model.dtype).removeprefix("torch.")
-        yield f"the model's config.json has {dtype}, in which a Trainer's run trains it unless another is set"
+        yield (
+            f"the model's config.json has {dtype}, in which from_pretrained loads it and a Trainer trains it. If your "
+            "script builds it in fp32, pass --set bf16.enabled=false"
+        )
     filled = [(key, value) for key, value in config.notes.filled if key not in _FROM_MODEL]
     values = [f"{key} {show(value)}" for key, value in filled if not key.startswith(_WITHOUT_EFFECT)]
     default = [key for key in config.notes.defaults if key not in _BATCH]

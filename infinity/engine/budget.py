@@ -195,8 +195,9 @@ def _beside_activations(config: Config, plan: Plan, model: nn.Module | None, mor
     held = ""
     if constructed:
         where = "in infinity.Init" if config.zero_optimization.nvme_paths else "on the meta device"
-        held = f". The model's parameters hold {show_bytes(constructed)}, which are free if it is constructed {where}"
-    return f"needed are {listed}{held}. Activations come in addition. {to_fit(dtype_option(plan))}"
+        held = f". The model's parameters hold {show_bytes(constructed)} more, and would hold none {where}"
+    alone = " This alone may not suffice:" if held else ""
+    return f"needed are {listed}{held}.{alone} activations come in addition. {to_fit(dtype_option(plan))}"
 
 
 def _changes(

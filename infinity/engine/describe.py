@@ -96,9 +96,13 @@ def summarize(plan: Plan) -> str:
 def left_under_limit(plan: Plan) -> Iterator[str]:
     """Yield what a container or a ulimit leaves for activations, if that is little and they are in host memory."""
     name, _ = memory_limit()
-    if name and plan.device.host_addressable and (left := room()) < _LITTLE:
+    least, most = room()
+    if name and plan.device.host_addressable and least < _LITTLE:
+        left = show_bytes(least)
+        if show_bytes(most) != left:
+            left += f" (or {show_bytes(most)}, if it does not count pages of library files)"
         yield (
-            f"{name} leaves about {show_bytes(left)}, into which activations and backward's gradients have to fit: "
+            f"{name} leaves about {left}, into which activations and backward's gradients have to fit: "
             f"{plan_command(dtype_option(plan))} predicts them"
         )
 

@@ -190,11 +190,12 @@ def warning(use: Use, left: int, taken: tuple[int, int], planned: Planned) -> st
     )
 
 
-def room() -> int:
-    """Return the bytes that this process has left, as infinity plan counts them: with all pages of its library files,
-    of which a container may count a part.
+def room() -> tuple[int, int]:
+    """Return the bytes that this process has left: as infinity plan counts them, with all pages of its library files,
+    and as the limit counts them at present, which may leave out those that other processes have read.
     """
-    return max(0, min(available_memory(), total_memory() - _resident()) - PROCESS)
+    most = max(0, available_memory() - PROCESS)
+    return max(0, min(most, total_memory() - _resident() - PROCESS)), most
 
 
 def dtype_option(plan: Plan) -> str:

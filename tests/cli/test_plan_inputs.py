@@ -143,6 +143,10 @@ def test_a_model_in_16_bits_is_planned_in_its_dtype(dtype: str, tmp_path: Path) 
     by_dtype, chosen = found(), found(bf16={"enabled": True})
     assert (by_dtype["tiers"] == chosen["tiers"]) == (dtype == "bfloat16")
     assert any("config.json has bfloat16" in note for note in by_dtype["notes"]) == (dtype == "bfloat16")
+    file = written(tmp_path, AUTO)
+    in_fp32 = json.loads(run("plan", *options, "--config", file, "--set", "bf16.enabled=false").stdout)
+    assert in_fp32["tiers"] != chosen["tiers"]
+    assert not any("config.json has bfloat16" in note for note in in_fp32["notes"])
 
 
 def test_set_replaces_keys_of_the_config(tmp_path: Path) -> None:

@@ -377,20 +377,26 @@ def test_only_what_the_device_copies_is_pinned(tmp_path: Path, clip: float, pin:
 
 
 @pytest.mark.parametrize(
-    ("limit", "left", "said"),
+    ("limit", "left", "most", "said"),
     [
-        ("the container's limit", 466_000_000, "the container's limit leaves about 466 MB, into which activations and"),
-        ("ulimit -d", 0, "ulimit -d leaves about 0 B, into which activations"),
-        ("", 500_000_000, ""),
-        ("the container's limit", 3_000_000_000, ""),
+        (
+            "the container's limit",
+            466_000_000,
+            0,
+            "the container's limit leaves about 466 MB, into which activations",
+        ),
+        ("the container's limit", 0, 99_000_000, "the container's limit leaves about 0 B (or 99.00 MB, if it does not"),
+        ("ulimit -d", 0, 0, "ulimit -d leaves about 0 B, into which activations"),
+        ("", 500_000_000, 0, ""),
+        ("the container's limit", 3_000_000_000, 0, ""),
     ],
 )
 def test_what_a_small_limit_leaves_for_activations_is_said(
-    limit: str, left: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    limit: str, left: int, most: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gradients of backward count as activations, as in a prediction."""
     monkeypatch.setattr("infinity.engine.describe.memory_limit", lambda: (limit, 0))
-    monkeypatch.setattr("infinity.engine.describe.room", lambda: left)
+    monkeypatch.setattr("infinity.engine.describe.room", lambda: (left, most or left))
     model, seam = seeded(Stack), CpuDevice()
     groups = [{"params": list(model.parameters())}]
     plan = plan_model(model, engine_config(folder=tmp_path), groups, seam, Communicator(seam)).plan

@@ -119,7 +119,7 @@ def test_room_counts_as_a_prediction_does(resident: int, left: int, monkeypatch:
     monkeypatch.setattr(headroom, "total_memory", lambda: 700 * MIB)
     monkeypatch.setattr(headroom, "available_memory", lambda: 200 * MIB)
     monkeypatch.setattr(headroom, "_resident", lambda: resident * MIB)
-    assert headroom.room() == left * MIB - headroom.PROCESS
+    assert headroom.room() == (left * MIB - headroom.PROCESS, 200 * MIB - headroom.PROCESS)
 
 
 @pytest.mark.parametrize(("spare", "is_announced"), [(0, False), (-1, True)])
