@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import typer
 from rich.console import Console
 
@@ -106,6 +107,8 @@ class _Job:
     machine: Machine
     links: Links | None
     endurance: int | None
+    dtype: torch.dtype
+    """That of the model's parameters in the user's script."""
 
 
 def run(flags: Flags) -> None:
@@ -132,7 +135,7 @@ def run(flags: Flags) -> None:
         notes = [
             *_chosen(flags),
             *busy,
-            *assumed(job.config, job.make()),
+            *assumed(job.config, job.dtype),
             *kept(job.config, found.plan, found.ranks_per_node),
             *_in_memory(found.plan),
         ]
@@ -241,9 +244,9 @@ def _job(flags: Flags) -> _Job:
     if flags.module is not None and model is not None:
         with check():
             check_forward(model, f"--module {flags.module}")
-    if checks.code or shape is None or make is None or config is None or machine is None:
+    if checks.code or shape is None or make is None or config is None or machine is None or model is None:
         raise typer.Exit(checks.code)
-    return _Job(shape, make, config, machine, links, endurance)
+    return _Job(shape, make, config, machine, links, endurance, model.dtype)
 
 
 def _maker(flags: Flags, shape: GPT2Config) -> Callable[[], PlannedModel]:

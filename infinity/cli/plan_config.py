@@ -121,15 +121,15 @@ def _filled(content: Mapping[str, Any], batch: int | None, model: PlannedModel |
     return load_settings(in_dtype(model.dtype, content), model.module, fill)
 
 
-def assumed(config: Config, model: PlannedModel | None = None) -> Iterator[str]:
+def assumed(config: Config, dtype: torch.dtype = torch.float32) -> Iterator[str]:
     """Yield what stands in place of "auto" in the config, and the dtype that follows from the model; nothing without
-    "auto".
+    "auto". dtype: of the model's parameters in the user's script.
     """
     is_half = config.bf16.enabled or config.fp16.enabled
-    if model is not None and model.dtype != torch.float32 and is_half and config.notes.filled:
-        dtype = str(model.dtype).removeprefix("torch.")
+    if dtype != torch.float32 and is_half and config.notes.filled:
+        name = str(dtype).removeprefix("torch.")
         yield (
-            f"the model's config.json has {dtype}, in which from_pretrained loads it and a Trainer trains it. If your "
+            f"the model's config.json has {name}, in which from_pretrained loads it and a Trainer trains it. If your "
             "script builds it in fp32, pass --set bf16.enabled=false"
         )
     filled = [(key, value) for key, value in config.notes.filled if key not in _FROM_MODEL]

@@ -103,8 +103,7 @@ def initialize(
         head = f"states of {type(uncompiled(model)).__name__}"
         lines = [head, summarize(plan), *kept(config_of_model, plan), *left_under_limit(plan)]
         if lr_scheduler is None and config_of_model.scheduler is not None:
-            where = "not a Trainer's schedule (docs/huggingface.md)"
-            lines.append(f"{config_of_model.scheduler.type} of the config sets the learning rates, {where}")
+            lines.append(f"the config's {config_of_model.scheduler.type} sets the learning rates (docs/huggingface.md)")
         log_summary("\n".join(lines))
     forget(model.parameters())
     if wrapped.zero_optimization_partition_weights():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -136,14 +136,14 @@ def predict(
     budget = machine.budget(config)
 
     planned: dict[tuple[str, Budget], Plan | InfinityError] = {}
-    again = make()
+    once = cache(make)  # planning leaves the model as it is
 
     def replan(config: Config, budget: Budget) -> Plan:
         """Plan, once for each config: searches for several limits try the same ones."""
         key = config.model_dump_json(), budget
         if key not in planned:
             try:
-                planned[key] = plan_of(again, config, machine, budget)
+                planned[key] = plan_of(once(), config, machine, budget)
             except InfinityError as error:
                 planned[key] = error
         if isinstance(found := planned[key], InfinityError):

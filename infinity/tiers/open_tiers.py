@@ -18,7 +18,7 @@ from infinity.tier_kind import TierKind
 from infinity.tiers.base import Tier
 from infinity.tiers.device import Device
 from infinity.tiers.durable import DurableFiles, DurableTier
-from infinity.tiers.files import member_of, open_swap_files, warn_of_memory
+from infinity.tiers.files import member_of, open_swap_files
 from infinity.tiers.io import engine_of
 from infinity.tiers.nvme import NvmeTier
 from infinity.tiers.pool import Pool
@@ -48,8 +48,6 @@ def _open_nvme(plan: Plan, device: Device, rank: int, durable: DurableFiles | No
     assert plan.io is not None
     io = plan.io
     folders = io.folders if durable is None else durable.folders
-    if rank == 0:
-        warn_of_memory(folders)  # before the space is reserved, which takes memory there
     with ExitStack() as undo:
         file = open_swap_files(
             folders,

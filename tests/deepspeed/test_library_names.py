@@ -146,7 +146,7 @@ def test_the_summary_names_the_scheduler_of_the_config(
     with caplog.at_level(logging.WARNING, logger=deepspeed.logger.name):
         caplog.handler.setLevel(logging.NOTSET)
         opens(3, scheduler=scheduler, given=given)
-    assert ("WarmupLR of the config sets the learning rates" in caplog.text) is not own
+    assert ("the config's WarmupLR sets the learning rates" in caplog.text) is not own
 
 
 @pytest.mark.parametrize("level", [logging.INFO, logging.WARNING], ids=["loop", "trainer"])
