@@ -1,14 +1,15 @@
 """One training script, run by DeepSpeed and by `infinity.deepspeed`, each in processes of its own on the CPU.
 
-    pip install deepspeed==0.19.8                  # into the environment that has this project; needs a C++ compiler
+    pip install deepspeed==0.19.8     # into the environment that has this project; needs a C++ compiler and libaio-dev
     python bench/beside_deepspeed.py --path /local_nvme --small /mnt/of_300_MB
 
-The script and its config are the same but for the import. All states are in host memory, or all on NVMe. `start` is
-from the import of the engine to the end of the first step. DeepSpeed compiles its extensions in it, once per machine,
-so that its first start is measured apart, with an empty TORCH_EXTENSIONS_DIR. `peak RSS` is that of the process,
-Python and torch included, and `left` are the bytes in --path after its end. The faults are a file system without room
-for the states (--small, a folder on one), and SIGKILL after two steps. Writes bench/results/beside_deepspeed.json,
-then draws beside_deepspeed.md from it.
+The script and its config are the same but for the import. All states are in host memory, or all on NVMe. The plain
+PyTorch loop beside them trains the same model in bf16 with fp32 masters, in host memory. `start` is from the import of
+the engine to the end of the first step. DeepSpeed compiles its extensions in it, once per machine, so that its first
+start is measured apart, with an empty TORCH_EXTENSIONS_DIR. `peak RSS` is that of the process, Python and torch
+included, and `left` are the bytes in --path after its end. The faults are a file system without room for the states
+(--small, a folder on one), and SIGKILL after two steps. Writes bench/results/beside_deepspeed.json, then draws
+beside_deepspeed.md from it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ from typing import Any
 
 import harness
 import training
-from peers.contenders import DeepSpeedLoop, job_environment
+from peers.contenders import DeepSpeedLoop, Loop, job_environment
 from report.page import publish
+from zero_contenders import Contender, TorchLoop
 
 ENGINES = ("DeepSpeed", "Infinity")
 PLACEMENTS = ("cpu", "nvme")
+PLAIN = "plain, cpu"
+CLIP = 1.0
 FAULTS = ("full disk", "killed")
-KINDS = [f"{engine}, {placement}" for placement in PLACEMENTS for engine in ENGINES]
+KINDS = [PLAIN, *(f"{engine}, {placement}" for placement in PLACEMENTS for engine in ENGINES)]
 
 
 def arguments() -> argparse.Namespace:
@@ -59,17 +63,30 @@ def config_of(args: argparse.Namespace, placement: str, folder: str) -> dict[str
         "train_batch_size": args.batch,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
+        "gradient_clipping": CLIP,
         "zero_optimization": {"stage": 3, "offload_param": device, "offload_optimizer": device},
     }
+
+
+def plain_loop(args: argparse.Namespace) -> TorchLoop:
+    """bf16 parameters, fp32 masters and AdamW's moments in host memory."""
+    import torch
+
+    torch.manual_seed(0)
+    shape = argparse.Namespace(device="cpu", dtype="bf16", clip=CLIP)
+    return TorchLoop(shape, Contender("plain", "plain", 0), training.make_gpt2(args, tied=False))
 
 
 def train(args: argparse.Namespace, engine_name: str, placement: str, folder: str, stop: int | None) -> None:
     """Print a JSON object with times, losses and the peak of this process. stop: SIGKILL after that many steps."""
     model_config, batch = training.config_of(args, tied=False), training.random_batches(args)
-    module = "deepspeed" if engine_name == "DeepSpeed" else "infinity.deepspeed"
     began = time.perf_counter()
-    loop = DeepSpeedLoop(module, model_config, config_of(args, placement, folder))
+    loop: Loop
+    if engine_name == "plain":
+        loop = plain_loop(args)
+    else:
+        module = "deepspeed" if engine_name == "DeepSpeed" else "infinity.deepspeed"
+        loop = DeepSpeedLoop(module, model_config, config_of(args, placement, folder))
     losses, times = [], []
     for number in range(1 + args.steps):
         tokens, targets = batch()

@@ -1,37 +1,53 @@
-"""The page of `beside_deepspeed.py`: start, step and memory of one script under DeepSpeed and Infinity, and faults."""
+"""The page of `beside_deepspeed.py`: start, step and memory of a plain loop, DeepSpeed and Infinity, and faults."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from harness import Result, median
+from harness import Result, median, spread
 from report.page import RATIOS, Report, ratio, setup, table
 
 ENGINES = ("DeepSpeed", "Infinity")
+COLUMNS = {"plain": "plain PyTorch", "DeepSpeed": "DeepSpeed", "Infinity": "Infinity"}
 PLACEMENTS = {"cpu": "host memory", "nvme": "NVMe"}
+NONE = "–"
+
+
+def step_of(run: dict[str, Any]) -> float:
+    """Median of a process's steps, seconds."""
+    return median([{"s": seconds} for seconds in run["steps"]], "s")
+
+
+FIGURES: dict[str, tuple[Callable[[dict[str, Any]], float], int]] = {
+    "start, s": (lambda run: run["start"], 1),
+    "step, s": (step_of, 2),
+    "peak RSS, GB": (lambda run: run["peak_rss"] / 1e9, 2),
+    "left on disk, MB": (lambda run: run["left"] / 1e6, 0),
+}
+"""Figure of a process and its digits, by the name of a row."""
 
 
 def rows(result: Result) -> list[list[str]]:
-    """Figures by placement: one cell an engine, and their ratio."""
+    """Figures by placement: one cell a column, and Infinity's ratio to DeepSpeed."""
     found = []
     first = result["first"]
     if first:
-        found.append(["first start on a machine, s", *(f"{first[engine]['start']:.1f}" for engine in ENGINES), ""])
+        seconds = [f"{first[engine]['start']:.1f}" for engine in ENGINES]
+        found.append(["first start on a machine, s", NONE, *seconds, ""])
     for placement, title in PLACEMENTS.items():
-        runs = {engine: result["runs"][f"{engine}, {placement}"] for engine in ENGINES}
-        steps = {engine: [median([{"s": s} for s in run["steps"]], "s") for run in runs[engine]] for engine in ENGINES}
-        for name, values, digits in (
-            ("start, s", {engine: [run["start"] for run in runs[engine]] for engine in ENGINES}, 1),
-            ("step, s", steps, 2),
-            ("peak RSS, GB", {engine: [run["peak_rss"] / 1e9 for run in runs[engine]] for engine in ENGINES}, 2),
-            ("left on disk, MB", {engine: [run["left"] / 1e6 for run in runs[engine]] for engine in ENGINES}, 0),
-        ):
+        runs = {column: result["runs"].get(f"{column}, {placement}", []) for column in COLUMNS}
+        for name, (figure, digits) in FIGURES.items():
+            values = {column: [figure(run) for run in runs[column]] for column in COLUMNS}
             if not any(map(any, values.values())):
                 continue
-            middle = [f"{median([{'x': x} for x in values[engine]], 'x'):.{digits}f}" for engine in ENGINES]
+            cells = {
+                column: f"{spread(figures).median:.{digits}f}" if figures else NONE
+                for column, figures in values.items()
+            }
             rounds = [own / other for own, other in zip(values["Infinity"], values["DeepSpeed"], strict=True)]
-            beside = ratio(middle[1], middle[0], rounds)
-            found.append([f"{title}: {name}", *middle, beside])
+            beside = ratio(cells["Infinity"], cells["DeepSpeed"], rounds)
+            found.append([f"{title}: {name}", *cells.values(), beside])
     return found
 
 
@@ -59,7 +75,7 @@ def fragments(result: Result) -> dict[str, str]:
             f"Medians of {args['rounds']} processes of {args['steps']} steps each, kinds interleaved.",
             RATIOS,
         ),
-        "table": table(["", *ENGINES, "ratio"], rows(result)),
+        "table": table(["", *COLUMNS.values(), "Infinity ÷ DeepSpeed"], rows(result)),
         "faults": table(
             ["all states on NVMe", *ENGINES],
             [[case, *(outcome(faults[f"{engine}, {case}"]) for engine in ENGINES)] for case in cases],

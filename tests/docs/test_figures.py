@@ -74,14 +74,34 @@ def test_ratios_of_steps_are_quotients_of_their_columns() -> None:
 
 
 def test_the_first_screen_shows_the_figures_beside_deepspeed() -> None:
-    shown = table("README.md", "DeepSpeed 0.19.8", "Infinity")
-    measured = table("docs/deepspeed_gains.md", "DeepSpeed", "Infinity")
+    columns = {
+        "plain PyTorch": "plain PyTorch, in host memory",
+        "DeepSpeed 0.19.8": "DeepSpeed",
+        "Infinity": "Infinity",
+    }
+    shown = table("README.md", *columns)
+    measured = table("docs/deepspeed_gains.md", *columns.values())
     pairs = {"memory": "peak of resident", "time of a step": "time of a step", "first start": "first start"}
     for text, source in pairs.items():
         (mine,) = (row for row in shown if text in row[""])
         (theirs,) = (row for row in measured if source in row[""])
-        found = [numbers(mine[column])[0] for column in ("DeepSpeed 0.19.8", "Infinity")]
-        assert found == [numbers(theirs[column])[0] for column in ("DeepSpeed", "Infinity")], text
+        found = [numbers(mine[column])[0] for column in columns]
+        assert found == [numbers(theirs[column])[0] for column in columns.values()], text
+
+
+def test_figures_beside_deepspeed_are_those_that_were_measured() -> None:
+    rows = table("bench/results/beside_deepspeed.md", "plain PyTorch", "DeepSpeed", "Infinity")
+    measured = {row.pop(""): row for row in rows}
+    columns = {"plain PyTorch": "plain PyTorch, in host memory", "DeepSpeed": "DeepSpeed", "Infinity": "Infinity"}
+    shown = {row[""]: row for row in table("docs/deepspeed_gains.md", *columns.values())}
+    for text, name in {
+        "peak of resident memory, Python and torch included": "peak RSS, GB",
+        "time of a step": "step, s",
+        "from the import to the end of the first step": "start, s",
+    }.items():
+        for column, title in columns.items():
+            place = "host memory" if column == "plain PyTorch" else "NVMe"
+            assert numbers(shown[text][title])[0] == float(measured[f"{place}: {name}"][column]), (text, column)
 
 
 def test_pages_name_one_version_of_deepspeed() -> None:
