@@ -156,6 +156,7 @@ def plain_loop(plan: Plan, beside: int | None = None) -> Iterator[str]:
     beside: bytes of activations and processes in addition; None: they are not known.
     """
     nbytes, states = 0, "optimizer states" if plan.update is not None else ""
+    is_half = False
     for layout in plan.units:
         if layout.windows:
             return
@@ -164,10 +165,13 @@ def plain_loop(plan: Plan, beside: int | None = None) -> Iterator[str]:
         if isinstance(form, StateFormat):
             moments = sum(kind.per == 1 and kind.name not in MASTERS for kind in form.states)
             each = 2 * torch.float32.itemsize + moments * torch.float32.itemsize
+            is_half |= layout.dtype.itemsize < torch.float32.itemsize
             if any(kind.name == "momentum_buffer" for kind in form.states):
                 states = "momentum"  # a loop that sets none holds none
         nbytes += layout.parameter_numel * each
     held = f"parameters, gradients and {states}" if states else "parameters"
+    if states and is_half:
+        held += " (fp32, or 16-bit parameters with fp32 masters)"
     ours = sum(of_tier for tier, of_tier in plan.nbytes().items() if tier.in_memory)
     why = "; buffers have a least size, so a model as small as this saves none" if nbytes < min(ours, _TINY) else ""
     total = ""
@@ -186,7 +190,8 @@ def _held(plan: Plan) -> Iterator[str]:
         kinds[where] = dict.fromkeys((*_KINDS.values(), "buffers"), 0)
     for extents in (plan.placement.extents, plan.placement.spares):
         for (_, state), extent in extents.items():
-            kinds[_where(plan, extent.tier)][_KINDS[state]] += extent.nbytes
+            if state is not State.GRAD or not plan.policy.passes(extent.tier):  # those are in `plan.passing`
+                kinds[_where(plan, extent.tier)][_KINDS[state]] += extent.nbytes
     for pool in plan.pools:
         kinds[_where(plan, pool.tier)]["buffers"] += pool.nbytes
     for where, nbytes in held.items():

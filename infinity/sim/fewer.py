@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from infinity.config import Config
 
 _CHECKPOINT = Change(
-    "checkpoint activations (torch.utils.checkpoint around each block, or a Trainer's gradient_checkpointing)"
+    "checkpoint activations (torch.utils.checkpoint around each block, or a Trainer's activation_checkpointing, "
+    "gradient_checkpointing in older versions)"
 )
 _LEAST_SHARE = 0.02
 """Share of a peak that a change frees at least: less may be an error of the simulation."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from infinity.plan.placement import State
 from infinity.plan.plan import Plan
 from infinity.plan.policy import DeviceInfo
 from infinity.plan.shortage import keys_of_buffers, shortage
-from infinity.sizes import show_bytes
+from infinity.sizes import parse_size, show_bytes
 from infinity.tier_kind import TierKind
 from infinity.tiers.device import CpuDevice
 from support.configs import PLACEMENTS, engine_config
@@ -264,6 +265,15 @@ def test_the_bytes_of_a_plain_loop_are_those_that_it_holds(options: dict[str, An
     assert line in describe(plan)
 
 
+def test_a_plain_loop_in_16_bits_is_counted_with_its_masters(tmp_path: Path) -> None:
+    model = seeded(Stack).bfloat16()
+    config, seam = engine_config(folder=tmp_path, bf16=True), CpuDevice()
+    plan = plan_model(model, config, [{"params": list(model.parameters())}], seam, Communicator(seam)).plan
+    nbytes = sum(parameter.numel() for parameter in model.parameters()) * (2 + 2 + 3 * 4)
+    (line,) = (line for line in describe(plan).splitlines() if line.startswith("a plain PyTorch loop"))
+    assert f" {show_bytes(nbytes)} of " in line and "(fp32, or 16-bit parameters with fp32 masters)" in line
+
+
 @pytest.mark.parametrize("width, depth, saves", [(8, 4, False), (256, 8, True)])
 def test_a_model_too_small_to_save_memory_says_so(width: int, depth: int, saves: bool, tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(depth)))
@@ -276,6 +286,20 @@ def test_a_model_too_small_to_save_memory_says_so(width: int, depth: int, saves:
     assert (held < plain) == saves
     assert ("; buffers have a least size, so a model as small as this saves none" in line) != saves
     assert line.startswith(f"a plain PyTorch loop holds {show_bytes(plain)} of ")
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize(("param", "optim"), PLACEMENTS)
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late device"])
+def test_the_kinds_in_a_memory_add_up(param: str, optim: str, clip: float, late: bool, tmp_path: Path) -> None:
+    """Gradients that a memory holds only while they are stored are in the next part of the line."""
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))  # extents are rounded up, by a few percent of these
+    config, seam = engine_config(param, optim, clip=clip, folder=tmp_path), LateDevice() if late else CpuDevice()
+    plan = plan_model(model, config, [{"params": list(model.parameters())}], seam, Communicator(seam)).plan
+    (line,) = (line for line in describe(plan).splitlines() if line.startswith("this rank holds"))
+    for total, listed in re.findall(r"([\d.]+ \w+) (?:in|on) [^(,;]*\((\d[^)]*)\)", line):
+        parts = [parse_size(" ".join(part.split()[:2])) for part in listed.split(", ")]
+        assert sum(parts) == pytest.approx(parse_size(total), rel=0.05), line
 
 
 def test_equal_blocks_share_a_line(tmp_path: Path) -> None:
