@@ -51,8 +51,17 @@ def _exact(value: object) -> Fraction:
         raise ValueError(f"{value!r} is not a size; {_EXAMPLES}")
     factor = _FACTORS.get(match["suffix"].lower())
     if factor is None:
-        raise ValueError(f"{value!r} ends in {match['suffix']!r}, which is not a unit of size; {_EXAMPLES}")
+        raise ValueError(f"{value!r} ends in {match['suffix']!r}, which is not a unit of size; {_instead(match)}")
     return Fraction(match["number"].replace("_", "")) * factor
+
+
+def _instead(match: re.Match[str]) -> str:
+    """Return what to write in place of a text whose unit is unknown. Docker and Slurm read 700M as 700MiB."""
+    unit = match["suffix"].upper()
+    if unit in ("K", "M", "G", "T", "P"):
+        number = match["number"]
+        return f'write "{number}{unit}iB" (1024-based, as Docker and Slurm mean it) or "{number}{unit}B" (1000-based)'
+    return _EXAMPLES
 
 
 def format_size(nbytes: int) -> str:

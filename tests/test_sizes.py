@@ -41,7 +41,7 @@ def test_sizes_as_people_write_them(written: int | float | str, nbytes: int) -> 
         ("-2GiB", "negative"),
         ("0.3KiB", "whole number of bytes"),
         (1.5, "whole number of bytes"),
-        ("64M", "not a unit of size"),
+        ("64M", 'not a unit of size; write "64MiB"'),
         ("64 Mi", "not a unit of size"),
         ("ten", "not a size"),
         ("", "not a size"),

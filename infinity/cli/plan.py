@@ -137,7 +137,7 @@ def run(flags: Flags) -> None:
             *busy,
             *assumed(job.config, job.dtype),
             *kept(job.config, found.plan, found.ranks_per_node),
-            *_in_memory(found.plan),
+            *_of_folders(flags, found.plan),
         ]
         if flags.as_json:
             say_json({**found.to_json(), "notes": notes})
@@ -181,11 +181,13 @@ def _busy() -> Iterator[str]:
         )
 
 
-def _in_memory(plan: Plan) -> Iterator[str]:
-    """Yield each folder of states whose files are in memory here."""
+def _of_folders(flags: Flags, plan: Plan) -> Iterator[str]:
+    """Yield each folder of states whose files are in memory here, or that this machine lacks."""
     for folder in () if plan.io is None else plan.io.folders:
         if (kind := file_system_of(folder)) in IN_MEMORY:
             yield f"{folder} is on {kind} here, which is memory: states there take host memory, which nvme counts"
+        elif flags.this_machine and not folder.exists():
+            yield f"{folder} does not exist here: create it, unless a Trainer or DeepSpeed script does"
 
 
 def _chosen(flags: Flags) -> Iterator[str]:

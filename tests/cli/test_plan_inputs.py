@@ -123,8 +123,12 @@ def test_a_folder_that_does_not_exist_is_planned_for(tmp_path: Path) -> None:
     """Under a Trainer the run makes it, and another machine may have it."""
     file, folder = written(tmp_path, AUTO), tmp_path / "absent"
     places = [f"zero_optimization.{name}.nvme_path={folder}" for name in ("offload_param", "offload_optimizer")]
-    found = planned("--config", file, "--set", places[0], "--set", places[1])
+    sets = ["--set", places[0], "--set", places[1]]
+    found = planned("--config", file, *sets)
     assert found["fits"] and found["drafted"] == 1.0 and not folder.exists()
+    here = json.loads(run("plan", "--json", *SHAPE[:6], "--this-machine", "--config", file, *sets).stdout)["notes"]
+    assert any(note.startswith(f"{folder} does not exist here") for note in here)
+    assert not any("does not exist" in note for note in found["notes"])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

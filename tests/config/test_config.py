@@ -249,7 +249,7 @@ def test_the_tables_hold_no_key_that_is_taken() -> None:
             {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 5, "warmup_num_steps": 9}}},
             "scheduler.params: warmup_num_steps (9) is more than total_num_steps (5)",
         ),
-        ({"aio": {"block_size": "1M"}}, "aio.block_size: '1M' ends in 'M', which is not a unit of size"),
+        ({"aio": {"block_size": "1M"}}, "aio.block_size: '1M' ends in 'M', which is not a unit of size; write"),
         ({"aio": {"block_size": 5000}}, "aio.block_size: must be a multiple of 4096 bytes, such as 4096"),
         ({"aio": {"queue_depth": 0}}, "aio.queue_depth: must be at least 1, not 0"),
         ({"aio": {"thread_count": 65}}, "aio.thread_count: must be at most 64, not 65"),
