@@ -323,3 +323,10 @@ def test_ranks_of_torchrun_measure_together(folder: Path, tmp_path: Path) -> Non
     assert links.collective is not None and links.collective > 0 and links.facts["machine"]["ranks"] == 2
     assert ended.stdout.count("nvme_read") == 1
     assert "to 2 ranks over gloo" in json.loads(out.read_text())["measurement"]["how"]["collective"]
+
+
+def test_the_process_that_is_measured_is_the_first_that_the_kernel_kills(tmp_path: Path) -> None:
+    """A container that holds infinity plan, and not the two together, would kill either."""
+    file = tmp_path / "score"
+    process_memory(f"open({str(file)!r}, 'w').write(open('/proc/self/oom_score_adj').read())")
+    assert file.read_text().strip() == "1000"

@@ -55,6 +55,8 @@ from infinity.tiers.device import Device
 
 _TRAINING = """
 import contextlib, json, sys
+with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+    score.write("1000")  # if a container does not hold both processes, the kernel kills this one
 sys.path[:], imports = json.loads(sys.argv[1])
 import psutil, torch, infinity
 for each in imports:
