@@ -88,8 +88,7 @@ class Runner:
             within = Pass.BACKWARD
         else:
             within = Pass.FORWARD if torch.is_grad_enabled() else Pass.WITHOUT_GRAPH
-        trace = self.schedule.trace
-        return Use(unit.name, trace.cycle, max(0, trace.used - 1), within)
+        return Use(unit.name, self.schedule.trace.cycle, within)
 
     def hold(self, unit: Unit) -> None:
         """Use the unit, and keep it in its buffer until `unhold`."""

@@ -206,11 +206,6 @@ class Tracer:
         if self._walk is not None and not self._walk.follow(unit):
             self._walk = None
 
-    @property
-    def used(self) -> int:
-        """Return the number of distinct units used in this cycle, without those expected."""
-        return len(self._counts)
-
     def known(self, kind: str) -> Trace:
         """Return the trace of `kind`, or the uses recorded so far of its first cycle; may be empty."""
         for name in (kind, PARTS):

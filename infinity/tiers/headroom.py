@@ -18,7 +18,6 @@ from infinity.concurrency import now
 from infinity.observe.log import logger
 from infinity.plan.plan import Plan
 from infinity.sizes import show_bytes
-from infinity.tier_kind import TierKind
 from infinity.tiers.available import available_memory, memory_limit, total_memory
 from infinity.tiers.freed import keep_freed_blocks, return_freed_blocks, return_freed_memory
 
@@ -48,11 +47,10 @@ class Pass(Enum):
 
 @dataclass(frozen=True)
 class Use:
-    """A use of a unit. cycle: number of the forward and its backward. done: units used before in this cycle."""
+    """A use of a unit. cycle: number of the forward and its backward."""
 
     unit: str
     cycle: int
-    done: int
     within: Pass
 
 
@@ -60,19 +58,16 @@ class Use:
 class Planned:
     """Numbers of a plan that a warning depends on.
 
-    units: of the model. saves_on_nvme: activations are written to nvme. gradient: bytes of the largest parameter's
-    gradient, which autograd allocates in host memory; 0: it allocates none. dtype_option: of `plan_command`.
+    gradient: bytes of the largest parameter's gradient, which autograd allocates in host memory; 0: it allocates none.
+    dtype_option: of `plan_command`.
     """
 
-    units: int = 1
-    saves_on_nvme: bool = False
     gradient: int = 0
     dtype_option: str = ""
 
     @classmethod
     def of(cls, plan: Plan) -> Planned:
-        saves_on_nvme = plan.activations is not None and plan.activations.tier is TierKind.NVME
-        return cls(len(plan.units), saves_on_nvme, of_largest_gradients(plan) // _OF_BACKWARD, dtype_option(plan))
+        return cls(of_largest_gradients(plan) // _OF_BACKWARD, dtype_option(plan))
 
 
 class Headroom:
@@ -88,8 +83,6 @@ class Headroom:
         self._first = self._peak = -1
         """Resident bytes at the first use of a unit, and the most at any; -1: none yet. Until the first use, a script
         may load its data."""
-        self._base = -1, 0, 0
-        """(cycle, units done, resident bytes) at the last peak, or later below it. Units are measured from there."""
         self._measured: tuple[int, Pass] | None = None
         """(cycle, its last known pass) of the first forward and backward; None: not begun."""
         self._settled = False
@@ -109,11 +102,6 @@ class Headroom:
         if not self._settled:
             self._settle(use)
         grown = resident - self._peak
-        taken = self._taken(use, resident)
-        # Blocks freed before are reused up to the peak. The first unit is unlike the others: an embedding saves only
-        # indices, and a first call imports modules.
-        if self._base[0] != use.cycle or not self._base[1] or grown <= 0 or grown >= _GROWN:
-            self._base = use.cycle, use.done, resident
         if grown < _GROWN:
             return
         self._peak = resident
@@ -128,7 +116,7 @@ class Headroom:
         # Once: a step that memory does not hold would repeat it for each unit.
         self._warned = True
         # No error: the units that follow may need less, and only the kernel knows what it can reclaim.
-        logger.warning("%s", warning(use, left, taken or (grown, 0), self._planned))
+        logger.warning("%s", warning(use, left, grown, self._planned))
 
     def _settle(self, use: Use) -> None:
         """Return freed blocks in the first forward and backward, whose activations nobody knows. Then keep them, which
@@ -147,12 +135,6 @@ class Headroom:
             if available_memory() >= scarce(self._peak, self._peak - self._first):
                 keep_freed_blocks()
 
-    def _taken(self, use: Use, resident: int) -> tuple[int, int] | None:
-        """Return (bytes, units that took them) since the last peak; None if they say nothing about those to come."""
-        cycle, done, before = self._base
-        is_known = _keeps(use, self._planned) and use.cycle == cycle and 0 < done < use.done < self._planned.units
-        return (resident - before, use.done - done) if is_known and resident > before else None
-
 
 def of_largest_gradients(plan: Plan) -> int:
     """Return the bytes of host memory that are kept free for backward; 0 if gradients are on a device or none."""
@@ -166,27 +148,19 @@ def scarce(peak: int, activations: int) -> int:
     return int(min(_FREED_OF_ACTIVATIONS * activations, _FREED_OF_PEAK * peak))
 
 
-def warning(use: Use, left: int, taken: tuple[int, int], planned: Planned) -> str:
+def warning(use: Use, left: int, taken: int, planned: Planned) -> str:
     """Return the text of the warning before `use`.
 
-    left: bytes of host memory. taken: bytes since the last peak, and the units that took them; 0: unknown.
+    left: bytes of host memory. taken: bytes by which the process has grown since the last look.
     """
-    nbytes, count = taken
+    # No estimate of the units to come: some are light and others heavy, and the first ones touch memory for the engine.
     # Readers followed changes that were named here, such as a smaller micro-batch, into processes that were killed.
-    held = f"The model has just taken {show_bytes(nbytes)}"
-    if count:
-        before = "The unit before" if count == 1 else f"The {count} units before"
-        to_come = planned.units - use.done
-        rest = "the last one takes" if to_come == 1 else f"the {to_come} left take"
-        held = (
-            f"{before} took {show_bytes(nbytes)}, mostly activations: {rest} about "
-            f"{show_bytes(nbytes * to_come // count)} if each takes as much"
-        )
+    held = f"{show_bytes(left)} are left before unit {use.unit}, and the model has just taken {show_bytes(taken)}"
     if use.within is Pass.FORWARD and planned.gradient:
         held += f". The loss and backward take more: the largest gradient alone has {show_bytes(planned.gradient)}"
     return (
-        f"host memory: {show_bytes(left)} are left before unit {use.unit}. {held}. If memory runs out, the kernel "
-        f"kills the process (exit status 137), or under a ulimit an allocation fails. {to_fit(planned.dtype_option)}"
+        f"host memory: {held}. If memory runs out, the kernel kills the process (exit status 137), or under a ulimit "
+        f"an allocation fails. {to_fit(planned.dtype_option)}"
     )
 
 
@@ -216,16 +190,11 @@ def plan_command(dtype_option: str) -> str:
 def to_fit(dtype_option: str) -> str:
     """Return how to find changes with which a run fits the memory here."""
     command = plan_command(dtype_option)
-    return f"{command} (docs/plan.md) simulates such a step, and advises changes with which all of it fits."
+    return f"{command} (docs/plan.md) simulates a step, and names changes with which it fits, or what it needs."
 
 
 def _has_transformers() -> bool:
     return "transformers" in sys.modules
-
-
-def _keeps(use: Use, planned: Planned) -> bool:
-    """Return whether each unit adds activations to host memory. On nvme, their buffers are filled once."""
-    return use.within is Pass.FORWARD and not planned.saves_on_nvme
 
 
 def _of_backward(use: Use, planned: Planned) -> int:

@@ -78,8 +78,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     return Memory(monkeypatch)
 
 
-def use(unit: str, done: int = 0, within: Pass = Pass.FORWARD, cycle: int = 1) -> Use:
-    return Use(unit, cycle, done, within)
+def use(unit: str, within: Pass = Pass.FORWARD, cycle: int = 1) -> Use:
+    return Use(unit, cycle, within)
 
 
 def test_what_the_last_unit_took_has_to_be_left(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
@@ -90,36 +90,36 @@ def test_what_the_last_unit_took_has_to_be_left(memory: Memory, caplog: pytest.L
     found.look(use("a"))
     memory.resident += 60 * MIB
     memory.left = 76 * MIB
-    found.look(use("b", 1))  # as many are left, and 16 MiB
+    found.look(use("b"))  # as many are left, and 16 MiB
     memory.left = 0
-    found.look(use("c", 2))  # no new peak
+    found.look(use("c"))  # no new peak
     assert not caplog.records
     memory.resident += 20 * MIB
     memory.left = 20 * MIB - 1
-    found.look(use("d", 3))
+    found.look(use("d"))
     memory.resident += 20 * MIB
-    found.look(use("e", 4))
+    found.look(use("e"))
     (record,) = caplog.records
     assert "20.97 MB are left before unit d" in record.getMessage()
 
 
 def forward_and_backward(found: Headroom, memory: Memory, nbytes: int, cycle: int) -> None:
-    found.look(use("a", 0, cycle=cycle))
+    found.look(use("a", cycle=cycle))
     memory.take(nbytes)
-    found.look(use("b", 1, cycle=cycle))
-    found.look(use("b", 2, Pass.BACKWARD, cycle))
+    found.look(use("b", cycle=cycle))
+    found.look(use("b", Pass.BACKWARD, cycle))
     memory.take(-nbytes)
 
 
 def test_freed_blocks_are_kept_once_a_step_left_memory_for_them(memory: Memory) -> None:
     """An evaluation, or a forward without a backward, does not tell what a step takes."""
     found = Headroom()
-    found.look(use("a", 0, Pass.WITHOUT_GRAPH))
+    found.look(use("a", Pass.WITHOUT_GRAPH))
     assert memory.calls == []
-    found.look(use("a", 0, cycle=2))
+    found.look(use("a", cycle=2))
     forward_and_backward(found, memory, 300 * MIB, cycle=3)
     assert memory.calls == ["return_freed_blocks"]
-    found.look(use("a", 0, cycle=4))
+    found.look(use("a", cycle=4))
     assert memory.calls == ["return_freed_blocks", "keep_freed_blocks"]
     forward_and_backward(found, memory, 200 * MIB, cycle=5)
     assert len(memory.calls) == 2

@@ -1,4 +1,4 @@
-"""Advice on host memory that runs out: the estimate of what a forward takes, and the changes that can help."""
+"""The warning before host memory runs out: what it states, and the prediction that it names."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from infinity.tiers.device import CpuDevice
 from infinity.tiers.headroom import Headroom, Pass, Planned, Use, warning
 
 MIB = 1 << 20
-LAST_UNIT = "The unit before took 52.43 MB, mostly activations:"
 
 
-def use(unit: str, done: int = 0, *, cycle: int = 1, within: Pass = Pass.FORWARD) -> Use:
-    return Use(unit, cycle, done, within)
+def use(unit: str, *, within: Pass = Pass.FORWARD) -> Use:
+    return Use(unit, 1, within)
 
 
 class Machine:
@@ -43,62 +42,22 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(monkeypatch)
 
 
-@pytest.mark.parametrize(
-    ("within", "planned", "estimate"),
-    [
-        (
-            Pass.FORWARD,
-            Planned(14),
-            "The unit before took 52.43 MB, mostly activations: the 11 left take about 577 MB if each",
-        ),
-        (
-            Pass.FORWARD,
-            Planned(4),
-            "The unit before took 52.43 MB, mostly activations: the last one takes about 52.43 MB if each",
-        ),
-        (Pass.BACKWARD, Planned(14), None),
-        (Pass.WITHOUT_GRAPH, Planned(14), None),
-        (Pass.FORWARD, Planned(14, saves_on_nvme=True), None),
-    ],
-)
-def test_the_units_of_a_forward_give_an_estimate_of_those_left(
-    within: Pass, planned: Planned, estimate: str | None, machine: Machine, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("within", Pass)
+def test_the_warning_states_what_was_taken_and_estimates_nothing(
+    within: Pass, machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The forward keeps activations in memory. The first unit, an embedding or imports, does not count."""
+    """Light and heavy units follow each other, and the first ones touch memory for the engine."""
     machine.left = 160
-    found = Headroom(planned)
-    for done, taken in enumerate((0, 40, 30, 50)):
+    found = Headroom()
+    for unit, taken in enumerate((0, 40, 30, 50)):
         machine.take(taken)
-        found.look(use(str(done), done, within=within))
+        found.look(use(str(unit), within=within))
     (record,) = caplog.records
     text = record.getMessage()
     assert text.startswith(
-        f"host memory: 41.94 MB are left before unit 3. {estimate or 'The model has just taken 52.43 MB'}"
+        "host memory: 41.94 MB are left before unit 3, and the model has just taken 52.43 MB. If memory runs out, "
     )
-
-
-def test_memory_of_a_former_step_that_is_used_again_does_not_lower_the_estimate(
-    machine: Machine, caplog: pytest.LogCaptureFixture
-) -> None:
-    found = Headroom(Planned(11))
-    for cycle, done, resident, left in ((1, 0, 1000, 900), (1, 8, 1200, 700), (2, 0, 1100, 800), (2, 4, 1200, 60)):
-        machine.resident, machine.left = resident, left
-        found.look(use("a", done, cycle=cycle))
-    assert not caplog.records
-    machine.take(40)
-    found.look(use("b", 6, cycle=2))  # 20 MiB a unit; 140 MiB of the six units from the first on would be 23
-    assert "The 2 units before took 41.94 MB, mostly activations: the 5 left take about 105 MB" in caplog.text
-
-
-@pytest.mark.parametrize("units", [1, 14])
-def test_a_first_unit_gives_no_estimate(units: int, machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
-    """A unit that is used again, as by a loop over tied ones, is no further unit."""
-    machine.left = 60
-    found = Headroom(Planned(units))
-    found.look(use("a"))
-    machine.take(40)
-    found.look(use("a", min(1, units - 1)))
-    assert "before unit a. The model has just taken 41.94 MB. If" in caplog.text
+    assert " units " not in text and "activations" not in text
 
 
 def test_changes_are_left_to_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +67,7 @@ def test_changes_are_left_to_a_prediction(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(headroom, "_resident", lambda: 300 * MIB)
     for within, (limit, nbytes) in product(Pass, (("ulimit -d", 700), ("", 500))):
         monkeypatch.setattr(headroom, "memory_limit", lambda name=limit: (name, 0))
-        text = warning(use("a", 3, within=within), 33 * MIB, (46 * MIB, 2), Planned(14))
+        text = warning(use("a", within=within), 33 * MIB, 46 * MIB, Planned())
         assert f" --config FILE --host-memory {nbytes}MiB" in text and "exit status 137" in text
         assert not [word for word in ("micro-batch", "checkpoint", "unit_size", "nvme") if word in text]
 
@@ -128,22 +87,22 @@ def test_what_backward_takes_has_to_be_left_in_a_forward(
 ) -> None:
     """Two gradients of the largest parameter, beside as much as the last unit took and 16 MiB."""
     machine.left = 20 + 20 + 16 + 2 * 100 + spare
-    found = Headroom(Planned(14, gradient=100 * MIB))
+    found = Headroom(Planned(gradient=100 * MIB))
     found.look(use("a"))
     machine.take(20)
-    found.look(use("b", 1))
+    found.look(use("b"))
     said = (
-        "The model has just taken 20.97 MB. The loss and backward take more: the largest gradient alone has 105 MB. If"
+        "the model has just taken 20.97 MB. The loss and backward take more: the largest gradient alone has 105 MB. If"
     )
     assert (said in caplog.text) is is_announced
 
 
 def test_what_backward_takes_is_not_left_again_in_backward(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
     machine.left = 60
-    found = Headroom(Planned(14, gradient=100 * MIB))
+    found = Headroom(Planned(gradient=100 * MIB))
     found.look(use("a", within=Pass.BACKWARD))
     machine.take(20)
-    found.look(use("b", 1, within=Pass.BACKWARD))
+    found.look(use("b", within=Pass.BACKWARD))
     assert not caplog.records
 
 
