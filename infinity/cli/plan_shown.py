@@ -93,8 +93,9 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
             "A model that is built by its class needs infinity.Init"
         )
     if found.changed:
-        yield f"this advice in the config, as JSON without the changes of the script: {json.dumps(found.changed)}"
-    if found.changed_peak:
+        named = "this advice" if found.suffices else f"for these {show_bytes(found.changed_peak)}"
+        yield f"{named} in the config, as JSON without the changes of the script: {json.dumps(found.changed)}"
+    if found.changed_peak and found.suffices:
         yield f"with all changes of this advice, the peak is {show_bytes(found.changed_peak)}"
 
 

@@ -254,12 +254,14 @@ class _Least(NamedTuple):
     change: Change
 
     def to_change(self) -> Change:
-        shorter = "shorten the sequences, or " if self.activations > self.nbytes // _MANY else ""
-        less = f"{shorter}use more memory, a smaller model or more nodes"
-        if not self.change.text:
-            return Change(less)
-        held = f", {show_bytes(self.activations)} of them for activations," if shorter else ""
-        text = f"{less}: it still needs {show_bytes(self.nbytes)}{held} if you {self.change}"
+        is_long = self.activations > self.nbytes // _MANY
+        shorter = "shorter sequences, " if is_long else ""
+        held = f", {show_bytes(self.activations)} of them for activations" if is_long else ""
+        changed = f", if you {self.change}" if self.change.text else ""
+        text = (
+            f"no change suffices. Use {shorter}a smaller model, more nodes or more memory: {show_bytes(self.nbytes)}"
+            f"{held}{changed}"
+        )
         return replace(self.change, text=text, peak=self.nbytes)
 
 

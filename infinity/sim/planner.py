@@ -75,6 +75,12 @@ class Prediction:
     wear: Wear | None = None
     """None: a step writes nothing to a drive, or is not simulated."""
 
+    @property
+    def suffices(self) -> bool:
+        """Return whether the run fits with all changes of the advice on memory; True without any."""
+        tier = next(iter(self.needs.limits), TierKind.HOST)
+        return self.changed_peak <= self.needs.available[tier]
+
     def to_json(self) -> dict[str, Any]:
         """Return the object of `infinity plan --json`. Bytes are those of a node."""
         step = None

@@ -439,7 +439,7 @@ def test_bf16_is_advised_where_fp32_does_not_fit(tmp_path: Path) -> None:
     for host, is_advised in (("375MB", True), ("400MB", False)):
         options = (*shape, "--seq-length", "32", "--host-memory", host, *MEMORY[2:])
         (line, *_) = planned(*options, "--config", file, code=1)["advice"]
-        assert ("set bf16.enabled to true" in line) == is_advised and "still needs" not in line
+        assert ("set bf16.enabled to true" in line) == is_advised and "no change suffices" not in line
 
 
 def test_a_cache_that_a_key_of_deepspeed_sets_is_named(tmp_path: Path) -> None:
@@ -570,8 +570,10 @@ def test_parameters_that_max_in_cpu_keeps_leave_memory_by_that_key(tmp_path: Pat
 def test_a_model_that_no_change_fits_has_the_least_bytes() -> None:
     options = (*SHAPE[:-2], "--batch-size", "64", "--host-memory", "64MiB", "--nvme", "8GiB")
     (line,) = planned(*options, code=1)["advice"]
-    assert "use more memory, a smaller model or more nodes: it still needs 3" in line
-    assert "a micro-batch of 1 with" in line
+    least = "no change suffices. Use a smaller model, more nodes or more memory: 3"
+    assert least in line and ", if you " in line and "a micro-batch of 1 with" in line
+    printed = run("plan", *options).stdout
+    assert "\nfor these 3" in printed and "with all changes" not in printed and "this advice" not in printed
 
 
 def test_train_batch_reads_parameters_once_for_all_micro_batches(rates: Path, tmp_path: Path) -> None:
