@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -94,10 +95,12 @@ def _predicted(
     predicted: Predicted, make: Callable[[], PlannedModel], config: Config, change: Change
 ) -> Iterator[Variant]:
     """Yield a changed run; nothing if the model cannot run so."""
-    try:
-        plan, needs = predicted(make(), config)
-    except Exception:  # noqa: BLE001 - of a user's block that cannot be recomputed, or mixes dtypes
-        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a run that nobody asked for
+        try:
+            plan, needs = predicted(make(), config)
+        except Exception:  # noqa: BLE001 - of a user's block that cannot be recomputed, or mixes dtypes
+            return
     yield Variant(change, needs, plan, config)
 
 

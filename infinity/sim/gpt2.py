@@ -179,8 +179,8 @@ class PlannedModel:
 
     name: str
     module: nn.Module
-    inputs: Callable[[int], tuple[torch.Tensor, ...]]
-    """Sequences → arguments of a forward that returns the loss, on the meta device."""
+    inputs: Callable[[int], tuple[Any, ...] | dict[str, Any]]
+    """Sequences → positional or keyword arguments of a forward that returns the loss, on the meta device."""
     sequence: int
     """Tokens of a sequence."""
     checkpointed: bool = False

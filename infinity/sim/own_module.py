@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from infinity.engine.vertical.checks import loss_of
 from infinity.errors import ConfigError
 from infinity.nn import tile
 from infinity.sim.gpt2 import WITH_COMPILER, PlannedModel, language_model
@@ -33,8 +34,9 @@ def of_file(
 
     spec: `FILE.py:FUNCTION`. The function is called without arguments under `torch.device("meta")`. It returns
     `(module, inputs)`, where `inputs(batch)` returns the arguments of a forward that returns the loss, for `batch`
-    samples; or a causal language model of transformers alone, also wrapped by PEFT. sequence, checkpoint: as of
-    `of_transformers`, for a language model only. tile_bytes: as of `gpt2`. Raises ConfigError, which names the problem.
+    samples, positional ones or a mapping of keyword arguments; or a causal language model of transformers alone, also
+    wrapped by PEFT. sequence, checkpoint: as of `of_transformers`, for a language model only. tile_bytes: as of
+    `gpt2`. Raises ConfigError, which names the problem.
     """
     file, _, name = spec.rpartition(":")
     if not file or not name.isidentifier():
@@ -66,8 +68,10 @@ def of_file(
     if not callable(inputs):
         raise ConfigError(f"--module {spec}: the second value of {name}() is {_kind(inputs)}. Return a function.")
 
-    def arguments(batch: int) -> tuple[Any, ...]:
+    def arguments(batch: int) -> tuple[Any, ...] | dict[str, Any]:
         found = _called(f"--module {spec}: inputs({batch})", inputs, batch)
+        if isinstance(found, Mapping):
+            return dict(found)
         return tuple(found) if isinstance(found, (tuple, list)) else (found,)
 
     # torch.utils.checkpoint imports torch's compiler when it is called.
@@ -83,7 +87,7 @@ def check_forward(model: PlannedModel, option: str) -> None:
     """
     where = f"{option}: forward of {model.name} on the meta device"
     with _Ones():  # type: ignore[no-untyped-call]
-        output = _called(where, model.module, *model.inputs(1))
+        output = _called(where, loss_of, model.module, model.inputs(1), lambda output, _: output)
     found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     if found is None and isinstance(output, (tuple, list)) and output:
         found = output[0]

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from infinity import concurrency
 from infinity.engine.client_optimizer import ClientOptimizer
 from infinity.engine.training import TrainingEngine
+from infinity.engine.vertical import checks
 from infinity.errors import ConfigError, ModelError
 from infinity.nn.experts import ExpertsTile
 from infinity.nn.tiling import LinearTile
@@ -113,7 +114,7 @@ def simulate(
     config: Config,
     links: Links,
     *,
-    batch: Sequence[Any],
+    batch: Sequence[Any] | Mapping[str, Any],
     device: DeviceFacts | None = None,
     ranks: Ranks | None = None,
     steps: int = 3,
@@ -125,12 +126,12 @@ def simulate(
     """Train `model` for `steps` steps in virtual time, and return the last one.
 
     model: on the meta device; it cannot be used afterwards. links: bandwidths of a node; `collective` and copies are
-    those of one rank. batch: arguments of the model for one micro-batch; tensors are moved to the meta device. loss_of:
-    returns the loss from the model's output; by default the output, its `loss` or its first item. steps: at least 3,
-    since the first records the trace and the second is the first to follow it. train_batch: each step is a call of
-    `engine.train_batch` with `blocks`, the `nn.ModuleList` with the most parameters. times: of operations and kernels
-    on the host, if that is the device; by default they follow from `links`. free_nvme: bytes for a rank's states; by
-    default as many as it needs.
+    those of one rank. batch: arguments of the model for one micro-batch, positional ones or a mapping of keyword
+    arguments; tensors are moved to the meta device. loss_of: returns the loss from the model's output; by default the
+    output, its `loss` or its first item. steps: at least 3, since the first records the trace and the second is the
+    first to follow it. train_batch: each step is a call of `engine.train_batch` with `blocks`, the `nn.ModuleList` with
+    the most parameters. times: of operations and kernels on the host, if that is the device; by default they follow
+    from `links`. free_nvme: bytes for a rank's states; by default as many as it needs.
 
     Raises what `infinity.initialize` raises, and RuntimeError for operations whose results depend on values.
     """
@@ -146,7 +147,8 @@ def simulate(
     place = _device(clock, facts, links, ranks, times)
     compute = Compute(clock, place, links)
     primitives = VirtualPrimitives(clock, lambda: Compute(clock, place, links))
-    args = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), tuple(batch))
+    args = dict(batch) if isinstance(batch, Mapping) else tuple(batch)
+    args = tree_map_only(torch.Tensor, lambda tensor: tensor.to(META), args)
     with ExitStack() as undo:
         undo.enter_context(torch.random.fork_rng(devices=()))
         undo.enter_context(_no_automatic_collection())
@@ -190,7 +192,7 @@ class _Loop:
         self._clock, self._device, self._compute, self._engine = clock, device, compute, engine
         self._loss_of = loss_of
 
-    def run(self, args: Sequence[Any], steps: int, *, blocks: Sequence[nn.Module] | None) -> None:
+    def run(self, args: Any, steps: int, *, blocks: Sequence[nn.Module] | None) -> None:
         place = AsOnHost() if self._device.host_addressable else nullcontext()
         with fused_attention(), place, self._compute:
             self._note()
@@ -216,15 +218,15 @@ class _Loop:
     def ordinary(self) -> str:
         return self._engine._batches.reason
 
-    def _micro_batch(self, args: Sequence[Any]) -> None:
+    def _micro_batch(self, args: Any) -> None:
         before = self._compute.bytes.live
-        loss = self._loss_of(self._engine(*args))
+        loss = checks.loss_of(self._engine, args, lambda output, _: self._loss_of(output))
         self.activation_bytes = max(self.activation_bytes, self._compute.bytes.live - before)
         self._engine.backward(loss)
         del loss
         self._engine.step()
 
-    def _whole_step(self, args: Sequence[Any], blocks: Sequence[nn.Module]) -> None:
+    def _whole_step(self, args: Any, blocks: Sequence[nn.Module]) -> None:
         before = self._compute.bytes.live
 
         def loss_of(output: Any, _: Any) -> torch.Tensor:

@@ -245,6 +245,8 @@ def test_one_rank_does_not_wait_for_reduce(tmp_path: Path) -> None:
 # -- a module of the user's own ----------------------------------------------------------------------------------------
 
 OWN = """
+import warnings
+
 import torch
 from torch import nn
 
@@ -275,12 +277,20 @@ class Raises(Net):
     def forward(self, x):
         return super().forward(x[:, :3])
 
+class Warns(Net):
+    def forward(self, x):
+        if self.blocks[0].weight.dtype == torch.bfloat16:
+            warnings.warn("mixed dtypes")
+        return super().forward(x)
+
 def inputs(batch):
     return torch.randn(batch, 64)
 
 def build():
     return Net(), inputs
 
+def named(): return Net(), lambda batch: {"x": inputs(batch)}
+def warns(): return Warns(), inputs
 def registers(): return Registers(), inputs
 def depends(): return Depends(), inputs
 def vector(): return Vector(), inputs
@@ -319,6 +329,20 @@ def test_a_module_of_ones_own_has_the_plan_of_its_engine(own: Path, tmp_path: Pa
     with infinity.initialize(model=made["Net"](), config=config)[0] as engine:
         (line,) = (line for line in engine.describe().splitlines() if line.startswith("this rank holds"))
     assert f"in host memory ({show_bytes(host['params'])} params, {show_bytes(host['buffers'])} buffers), " in line
+
+
+def test_inputs_of_a_module_may_be_keyword_arguments(own: Path) -> None:
+    memory = ("--host-memory", "8GiB", "--nvme", "8GiB", "--json")
+    found = [run("plan", "--module", f"{own}:{name}", *memory) for name in ("build", "named")]
+    assert found[0].exit_code == 0 and found[0].stdout == found[1].stdout
+
+
+def test_a_change_that_is_tried_warns_of_nothing(own: Path, tmp_path: Path) -> None:
+    """A run in bf16 is simulated for the advice, and mixes dtypes there."""
+    file = written(tmp_path, {"train_batch_size": 2})
+    options = ("--module", f"{own}:warns", "--config", file, "--host-memory", "64MiB", "--nvme", "8GiB")
+    result = run("plan", *options)
+    assert result.exit_code == 1 and "bf16" in result.stdout and "mixed dtypes" not in result.output
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
