@@ -78,6 +78,16 @@ def test_names_in_tables_stay_whole_and_long_code_is_not_cut_off() -> None:
     assert re.search(r"min-width: 60em\) \{\s*\.md-typeset pre > code \{\s*white-space: pre-wrap;", styles)
 
 
+def test_commands_fit_a_line_of_the_site() -> None:
+    """The theme breaks a longer one behind a hyphen, such as that of an option. A comment may wrap."""
+    long = []
+    for page in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for block in re.findall(r"^```\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
+            commands = re.findall(r"^(?:\$ )?(?:infinity|python|torchrun|pip|make) .*$", block, re.MULTILINE)
+            long += [f"{page.relative_to(ROOT)}: {line}" for line in commands if len(line.partition("  #")[0]) > 104]
+    assert not long
+
+
 def test_names_in_cells_may_break_after_separators() -> None:
     page = "<td><code>offload_param.nvme_path</code>, <code>a/b</code></td> <p><code>x_y</code></p> <td>x_y</td>"
     expected = page.replace("offload_param.nvme_path", "offload_<wbr>param.<wbr>nvme_<wbr>path").replace(
