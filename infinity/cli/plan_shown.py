@@ -60,10 +60,8 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
             )
     if found.plan.drafted:
         yield (
-            f"infinity.speculate: {found.plan.drafted_share:.0%} of the parameters are updated in backward, before the "
-            "gradient norm is known, into second slots of their states. If the gradients are then clipped, the updates "
-            "are repeated, and later steps wait for the norm until several are not clipped. infinity.speculate false "
-            "saves the second slots"
+            f"infinity.speculate: second slots let {found.plan.drafted_share:.0%} of the parameters be updated before "
+            "the gradient norm is known, and once more if gradients are clipped; false saves them, for longer steps"
         )
     if seen is not None:
         how = ", measured here" if found.is_measured else ""
