@@ -38,6 +38,9 @@ OMITTED = {"bench/results/refactoring.md"}
 _FENCE = re.compile(r"^\s*(```|~~~)")
 _CELL = re.compile(r"<td>.*?</td>", re.DOTALL)
 _CODE = re.compile(r"(?<=<code>)[^<]+")
+_VERBATIM = re.compile(r"<(pre|code)\b.*?</\1>", re.DOTALL)
+_PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
+_ITEM = re.compile(r"\n\s*((?:[-*]|\d+\.) .*)")
 _NESTED = re.compile(r"^( {2,})(?=[-*] )")
 
 
@@ -60,13 +63,28 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return "\n".join(lines)
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Return `html` with code in tables breakable after `_`, `.` and `/` within a name, as site.css needs on phones."""
+def on_page_content(html: str, *, page: Any = None, **_: Any) -> str:
+    """Return `html` with code in tables breakable after `_`, `.` and `/` within a name, as site.css needs on phones.
+
+    Raises PluginError for a list that became text.
+    """
+    if lost := lost_items(html):
+        from mkdocs.exceptions import PluginError
+
+        raise PluginError(f"{page}: a list needs an empty line before it: {'; '.join(lost)}")
 
     def breakable(cell: re.Match[str]) -> str:
         return _CODE.sub(lambda code: re.sub(r"(?<=\w)([_./])(?=\w)", r"\1<wbr>", code[0]), cell[0])
 
     return _CELL.sub(breakable, html)
+
+
+def lost_items(html: str) -> list[str]:
+    """Return the lines of paragraphs that were written as items of a list. Python-Markdown needs an empty line before
+    an item that follows an indented paragraph.
+    """
+    prose = _VERBATIM.sub("", html)
+    return [item for text in _PARAGRAPH.findall(prose) for item in _ITEM.findall(text)]
 
 
 def _is_of(file: File, folder: str) -> bool:

@@ -102,6 +102,19 @@ def test_nested_lists_are_indented_as_python_markdown_requires() -> None:
     assert hooks().on_page_markdown(page) == page.replace("  - b", "    - b")
 
 
+@pytest.mark.parametrize(
+    ("html", "lost"),
+    [
+        ("<p>Three:\n3. Train, <code>x</code></p>", ["3. Train, "]),
+        ("<li>\n<p>An error:\n    - a rate;\n- other</p></li>", ["- a rate;", "- other"]),
+        ("<pre><code>\n- x</code></pre><p>a - b</p>\n<ul><li>c</li></ul>\n- d", []),
+    ],
+)
+def test_a_list_that_became_text_is_found(html: str, lost: list[str]) -> None:
+    """`make docs` fails on one."""
+    assert hooks().lost_items(html) == lost
+
+
 def test_blocks_of_list_items_are_indented_by_four_spaces() -> None:
     """With fewer, Python-Markdown ends the list, and the items after it become one paragraph."""
     pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
