@@ -25,14 +25,14 @@ def parse_size(value: int | float | str) -> int:
     """Return `value` in bytes.
 
     Units such as MB are powers of 1000, units such as MiB powers of 1024, in any case. Text is parsed exactly, without
-    a float in between. Zero is valid.
+    a float in between; a part of a byte beside at least a megabyte, as in "1.2GiB", is dropped. Zero is valid.
 
     Raises ValueError if `value` is no size, is negative, is no whole number of bytes, or does not fit in 63 bits.
     """
     size = _exact(value)
     if size < 0:
         raise ValueError(f"a size cannot be negative, as {value!r} is")
-    if size.denominator != 1:
+    if size.denominator != 1 and size < _DECIMAL["mb"]:
         raise ValueError(f"{value!r} is {float(size):g} bytes, which is not a whole number of bytes")
     if size > _LARGEST:
         raise ValueError(f"{value!r} is more than {_LARGEST} bytes")

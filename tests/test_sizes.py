@@ -27,6 +27,7 @@ from infinity.sizes import format_size, parse_size
         (".5TB", 5 * 10**11),
         ("0.1MB", 100_000),  # exact: 0.1 is no binary float
         ("7B", 7),
+        ("1.2GiB", 1_288_490_188),  # and 0.8
     ],
 )
 def test_sizes_as_people_write_them(written: int | float | str, nbytes: int) -> None:
@@ -41,6 +42,7 @@ def test_sizes_as_people_write_them(written: int | float | str, nbytes: int) -> 
         ("-2GiB", "negative"),
         ("0.3KiB", "whole number of bytes"),
         (1.5, "whole number of bytes"),
+        ("999.9999kB", "whole number of bytes"),
         ("64M", 'not a unit of size; write "64MiB"'),
         ("64 Mi", "not a unit of size"),
         ("ten", "not a size"),

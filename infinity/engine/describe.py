@@ -22,7 +22,7 @@ from infinity.tiers.headroom import dtype_option, plan_command, room
 if TYPE_CHECKING:
     from infinity.config import Config
 
-_HEAD = ("unit", "parameters", "dtype", "param", "gradient", "master and moments")
+_HEAD = ("unit", "parameters", "dtype", "param", "gradient", "optimizer")
 _KINDS = {State.PARAM: "params", State.GRAD: "gradients", State.OPTIM: "optimizer"}
 _PLURALS = {State.PARAM: "parameters", State.GRAD: "gradients", State.OPTIM: "optimizer states"}
 _PLACES = {TierKind.DEVICE: "on the device", TierKind.HOST: "in host memory", TierKind.NVME: "on nvme"}
@@ -44,7 +44,7 @@ def describe(plan: Plan) -> str:
     """Return a table of units and their states, and the bytes in each tier. Equal consecutive blocks share a line.
 
     The cells of states have the tier and the bytes of this rank's part. Two cells have neither:
-    "-"             a frozen unit has no gradient, master and moments
+    "-"             a frozen unit has no gradient and no optimizer states
     "on arrival"    backward passes the gradient to the update. Its tier stores it only while the update has to wait, as
                     in the first step. Its memory or space is listed separately; the totals include it on a device
                     where a budget holds the unit's states.

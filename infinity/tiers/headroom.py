@@ -183,7 +183,8 @@ def plan_command(dtype_option: str) -> str:
     # A limit counts this process only, or those that are planned with it. Without one, others keep their memory.
     nbytes = total_memory() if memory_limit()[0] else available_memory() + _resident()
     # A script that imports transformers has its model in a folder or a config, which needs no function.
-    model = "--model FOLDER --batch-size N --seq-length N" if _has_transformers() else "--module FILE.py:FUNCTION"
+    folder = "--model FOLDER --batch-size N --seq-length N [--checkpoint-activations]"
+    model = folder if _has_transformers() else "--module FILE.py:FUNCTION"
     return f"infinity plan {model} --config FILE{dtype_option} --host-memory {nbytes >> 20}MiB"
 
 
