@@ -27,12 +27,12 @@ def parse_size(value: int | float | str) -> int:
     Units such as MB are powers of 1000, units such as MiB powers of 1024, in any case. Text is parsed exactly, without
     a float in between; a part of a byte beside at least a megabyte, as in "1.2GiB", is dropped. Zero is valid.
 
-    Raises ValueError if `value` is no size, is negative, is no whole number of bytes, or does not fit in 63 bits.
+    Raises ValueError if `value` is no size, is negative, does not fit in 63 bits, or else is no whole number of bytes.
     """
     size = _exact(value)
     if size < 0:
         raise ValueError(f"a size cannot be negative, as {value!r} is")
-    if size.denominator != 1 and size < _DECIMAL["mb"]:
+    if size.denominator != 1 and not (isinstance(value, str) and size >= _DECIMAL["mb"]):
         raise ValueError(f"{value!r} is {float(size):g} bytes, which is not a whole number of bytes")
     if size > _LARGEST:
         raise ValueError(f"{value!r} is more than {_LARGEST} bytes")
@@ -59,7 +59,7 @@ def _instead(match: re.Match[str]) -> str:
     """Return what to write in place of a text whose unit is unknown. Docker and Slurm read 700M as 700MiB."""
     unit = match["suffix"].upper()
     if unit in ("K", "M", "G", "T", "P"):
-        number = match["number"]
+        number = match["number"].lstrip("+-")
         return f'write "{number}{unit}iB" (1024-based, as Docker and Slurm mean it) or "{number}{unit}B" (1000-based)'
     return _EXAMPLES
 

@@ -43,6 +43,7 @@ def test_sizes_as_people_write_them(written: int | float | str, nbytes: int) -> 
         ("0.3KiB", "whole number of bytes"),
         (1.5, "whole number of bytes"),
         ("999.9999kB", "whole number of bytes"),
+        (1_500_000.5, "whole number of bytes"),
         ("64M", 'not a unit of size; write "64MiB"'),
         ("64 Mi", "not a unit of size"),
         ("ten", "not a size"),

@@ -60,8 +60,8 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
             )
     if found.plan.drafted:
         yield (
-            f"infinity.speculate: second slots let {found.plan.drafted_share:.0%} of the parameters be updated before "
-            "the gradient norm is known, and once more if gradients are clipped; false saves them, for longer steps"
+            f"infinity.speculate updates {found.plan.drafted_share:.0%} of the parameters before the gradient norm is "
+            "known, into second slots, and again if gradients are clipped. false frees the slots; steps take longer"
         )
     if seen is not None:
         how = ", measured here" if found.is_measured else ""
@@ -91,9 +91,9 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
             "A model that is built by its class needs infinity.Init"
         )
     if found.changed:
-        named = "this advice" if found.suffices else f"for these {show_bytes(found.changed_peak)}"
-        yield f"{named} in the config, as JSON without the changes of the script: {json.dumps(found.changed)}"
-    if found.changed_peak and found.suffices:
+        named = "this advice in the config" if found.suffices else "config of the least run"
+        yield f"{named}, as JSON without the changes of the script: {json.dumps(found.changed)}"
+    if found.changed_peak and found.suffices and len(needs.limits) < 2:
         yield f"with all changes of this advice, the peak is {show_bytes(found.changed_peak)}"
 
 

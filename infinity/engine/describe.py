@@ -170,8 +170,8 @@ def plain_loop(plan: Plan, beside: int | None = None) -> Iterator[str]:
                 states = "momentum"  # a loop that sets none holds none
         nbytes += layout.parameter_numel * each
     held = f"parameters, gradients and {states}" if states else "parameters"
-    if states and is_half:
-        held += " (fp32, or 16-bit parameters with fp32 masters)"
+    if is_half:
+        held += ", in fp32 or in 16 bits with fp32 masters,"
     ours = sum(of_tier for tier, of_tier in plan.nbytes().items() if tier.in_memory)
     why = "; buffers have a least size, so a model as small as this saves none" if nbytes < min(ours, _TINY) else ""
     total = ""

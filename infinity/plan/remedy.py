@@ -46,6 +46,8 @@ class Change:
     keys: Mapping[str, Any] = field(default_factory=dict)
     peak: int = 0
     """Bytes of a node that the run takes with it; 0: not known."""
+    suffices: bool = True
+    """False: the run does not fit with it either."""
 
     def __str__(self) -> str:
         return self.text

@@ -262,7 +262,7 @@ class _Least(NamedTuple):
             f"no change suffices. Use {shorter}a smaller model, more nodes or more memory: {show_bytes(self.nbytes)}"
             f"{held}{changed}"
         )
-        return replace(self.change, text=text, peak=self.nbytes)
+        return replace(self.change, text=text, peak=self.nbytes, suffices=False)
 
 
 class _Search:

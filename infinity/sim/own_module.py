@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infinity.engine.vertical.checks import loss_of
+from infinity.engine.vertical.checks import call
 from infinity.errors import ConfigError
 from infinity.nn import tile
 from infinity.sim.gpt2 import WITH_COMPILER, PlannedModel, language_model
@@ -87,7 +87,7 @@ def check_forward(model: PlannedModel, option: str) -> None:
     """
     where = f"{option}: forward of {model.name} on the meta device"
     with _Ones():  # type: ignore[no-untyped-call]
-        output = _called(where, loss_of, model.module, model.inputs(1), lambda output, _: output)
+        output = _called(where, call, model.module, model.inputs(1))
     found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     if found is None and isinstance(output, (tuple, list)) and output:
         found = output[0]

@@ -66,6 +66,8 @@ class Prediction:
     """True: the model's operations were timed on this machine."""
     changed_peak: int = 0
     """Bytes of that memory with all changes; 0: no changes, or of two memories."""
+    suffices: bool = True
+    """False: that memory is too small with all changes, too."""
     constructed: str = ""
     """Where the model is to be constructed, if memory does not hold it beside the buffers."""
     measured_with: str = ""
@@ -74,12 +76,6 @@ class Prediction:
     """Bytes of a node's processes that are pages of library files, as far as they are known."""
     wear: Wear | None = None
     """None: a step writes nothing to a drive, or is not simulated."""
-
-    @property
-    def suffices(self) -> bool:
-        """Return whether the run fits with all changes of the advice on memory; True without any."""
-        tier = next(iter(self.needs.limits), TierKind.HOST)
-        return self.changed_peak <= self.needs.available[tier]
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of `infinity plan --json`. Bytes are those of a node."""
@@ -199,6 +195,7 @@ def predict(
         simulation=simulation,
         is_measured=simulation is not None and times is not None,
         changed_peak=peaks[0] if len(peaks) == 1 else 0,
+        suffices=all(change.suffices for change in changes),
         constructed=where_to_construct(config) if needs.lacking_at_start() > 0 else "",
         measured_with=model.measured_with,
         of_files=0 if machine.gpus or links is not None else model.of_files * machine.ranks_per_node,

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from infinity import concurrency
 from infinity.engine.client_optimizer import ClientOptimizer
 from infinity.engine.training import TrainingEngine
-from infinity.engine.vertical import checks
+from infinity.engine.vertical.checks import call
 from infinity.errors import ConfigError, ModelError
 from infinity.nn.experts import ExpertsTile
 from infinity.nn.tiling import LinearTile
@@ -220,7 +220,7 @@ class _Loop:
 
     def _micro_batch(self, args: Any) -> None:
         before = self._compute.bytes.live
-        loss = checks.loss_of(self._engine, args, lambda output, _: self._loss_of(output))
+        loss = self._loss_of(call(self._engine, args))
         self.activation_bytes = max(self.activation_bytes, self._compute.bytes.live - before)
         self._engine.backward(loss)
         del loss

@@ -56,7 +56,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Planned:
-    """Numbers of a plan that a warning depends on.
+    """Facts of a plan that a warning depends on.
 
     gradient: bytes of the largest parameter's gradient, which autograd allocates in host memory; 0: it allocates none.
     dtype_option: of `plan_command`.
@@ -72,7 +72,7 @@ class Planned:
 
 class Headroom:
     """Returns freed blocks to the system while memory is short, and logs one warning if less is left than the model has
-    taken since the last look [Note: freed blocks].
+    taken since the last peak [Note: freed blocks].
     """
 
     def __init__(self, planned: Planned | None = None, *, watches: bool = True) -> None:
@@ -151,7 +151,7 @@ def scarce(peak: int, activations: int) -> int:
 def warning(use: Use, left: int, taken: int, planned: Planned) -> str:
     """Return the text of the warning before `use`.
 
-    left: bytes of host memory. taken: bytes by which the process has grown since the last look.
+    left: bytes of host memory. taken: bytes by which the process has grown since its last peak.
     """
     # No estimate of the units to come: some are light and others heavy, and the first ones touch memory for the engine.
     # Readers followed changes that were named here, such as a smaller micro-batch, into processes that were killed.

@@ -271,7 +271,7 @@ def test_a_plain_loop_in_16_bits_is_counted_with_its_masters(tmp_path: Path) -> 
     plan = plan_model(model, config, [{"params": list(model.parameters())}], seam, Communicator(seam)).plan
     nbytes = sum(parameter.numel() for parameter in model.parameters()) * (2 + 2 + 3 * 4)
     (line,) = (line for line in describe(plan).splitlines() if line.startswith("a plain PyTorch loop"))
-    assert f" {show_bytes(nbytes)} of " in line and "(fp32, or 16-bit parameters with fp32 masters)" in line
+    assert f" {show_bytes(nbytes)} of " in line and "in fp32 or in 16 bits with fp32 masters, in memory" in line
 
 
 @pytest.mark.parametrize("width, depth, saves", [(8, 4, False), (256, 8, True)])

@@ -191,14 +191,16 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
+def call(model: Callable[..., Any], batch: Any) -> Any:
+    """Return the model's output for a batch: a mapping has keyword arguments, a tuple or list positional ones."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
 def loss_of(model: Callable[..., Any], batch: Any, loss_fn: LossFunction | None) -> torch.Tensor:
     """Return the loss of a batch."""
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    elif isinstance(batch, (tuple, list)):
-        output = model(*batch)
-    else:
-        output = model(batch)
+    output = call(model, batch)
     if loss_fn is not None:
         return loss_fn(output, batch)
     if isinstance(output, (tuple, list)) and output:
