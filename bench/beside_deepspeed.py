@@ -1,4 +1,4 @@
-"""One training script, run by DeepSpeed and by `infinity.deepspeed`, each in processes of its own on the CPU.
+"""One training: a script under DeepSpeed and `infinity.deepspeed`, and a plain loop, in processes on the CPU.
 
     pip install deepspeed==0.19.8     # into the environment that has this project; needs a C++ compiler and libaio-dev
     python bench/beside_deepspeed.py --path /local_nvme --small /mnt/of_300_MB

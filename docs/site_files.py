@@ -39,8 +39,8 @@ _FENCE = re.compile(r"^\s*(```|~~~)")
 _CELL = re.compile(r"<td>.*?</td>", re.DOTALL)
 _CODE = re.compile(r"(?<=<code>)[^<]+")
 _VERBATIM = re.compile(r"<(pre|code)\b.*?</\1>", re.DOTALL)
-_PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
-_ITEM = re.compile(r"\n\s*((?:[-*]|\d+\.) .*)")
+_PARAGRAPH = re.compile(r"<(?:p|li)>(.*?)(?=</?(?:p|li|ul|ol|div)>)", re.DOTALL)
+_ITEM = re.compile(r"\n\s*((?:[-*+]|\d+\.) .*)")
 _NESTED = re.compile(r"^( {2,})(?=[-*] )")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from harness import Result, median, spread
+from harness import Result, spread
 from report.page import RATIOS, Report, ratio, setup, table
 
 ENGINES = ("DeepSpeed", "Infinity")
@@ -14,14 +14,9 @@ PLACEMENTS = {"cpu": "host memory", "nvme": "NVMe"}
 NONE = "–"
 
 
-def step_of(run: dict[str, Any]) -> float:
-    """Median of a process's steps, seconds."""
-    return median([{"s": seconds} for seconds in run["steps"]], "s")
-
-
 FIGURES: dict[str, tuple[Callable[[dict[str, Any]], float], int]] = {
     "start, s": (lambda run: run["start"], 1),
-    "step, s": (step_of, 2),
+    "step, s": (lambda run: spread(run["steps"]).median, 2),
     "peak RSS, GB": (lambda run: run["peak_rss"] / 1e9, 2),
     "left on disk, MB": (lambda run: run["left"] / 1e6, 0),
 }
@@ -84,7 +79,7 @@ def fragments(result: Result) -> dict[str, str]:
 
 
 def title(result: Result) -> str:
-    return "One script under DeepSpeed and under Infinity"
+    return "One training in plain PyTorch, DeepSpeed and Infinity"
 
 
 REPORT = Report(title, fragments)

@@ -120,7 +120,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 RATIOS = """\
 Ratios are quotients of the table's figures.
-In brackets: the lowest and the highest ratio within one round; they need not enclose a quotient of medians."""
+In brackets: the lowest and the highest of the rounds' ratios; they need not enclose a quotient of medians."""
 
 
 def ratio(above: str, below: str, rounds: Iterable[float]) -> str:
