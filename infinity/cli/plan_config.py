@@ -63,14 +63,16 @@ def load(
             config = config.model_copy(update={"train_batch_size": batch, "train_micro_batch_size_per_gpu": None})
     except ConfigError as error:
         problems += [f"{name}{line}" for line in error.problems]
+    train, micro, accumulation = sizes = tuple(content.get(key) for key in _BATCH)
     try:
         if config is not None:
             config.resolve_batch(ranks)
-        elif batch is None and not any(key in content for key in _BATCH[:2]):
-            resolve_batch(None, None, None, ranks)
+        elif batch is None and all(size is None or (type(size) is int and size > 0) for size in sizes):
+            resolve_batch(train, micro, accumulation, ranks)
     except ConfigError as error:
         other = ". Or pass --batch-size" if batch is None else ""
-        problems += [f"{name}{line}{other}" for line in error.problems]
+        if not any("the batch sizes do not multiply" in line for line in problems):  # whatever the ranks
+            problems += [f"{name}{line}{other}" for line in error.problems]
     if config is None or problems:
         raise ConfigError(problems)
     return config

@@ -60,8 +60,9 @@ def shown(found: Prediction, machine: Machine, notes: Sequence[str] = ()) -> Ite
             )
     if found.plan.drafted:
         yield (
-            f"infinity.speculate updates {found.plan.drafted_share:.0%} of the parameters before the gradient norm is "
-            "known, into second slots, and again if gradients are clipped. false frees the slots; steps take longer"
+            f"second slots: {found.plan.drafted_share:.0%} of the parameters are updated before the gradient norm is "
+            "known, in copies of their states, and again if gradients are clipped. infinity.speculate false saves the "
+            "copies, and steps take longer"
         )
     if seen is not None:
         how = ", measured here" if found.is_measured else ""

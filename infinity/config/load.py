@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from infinity.config.deepspeed.translate import translate
 from infinity.config.draft import Dialect, Fill, Notes
-from infinity.config.problems import problems, walk
+from infinity.config.problems import conflicts, problems, walk
 from infinity.errors import ConfigError
 from infinity.inputs import check_depth, parse_json, read_input, without_duplicates
 
@@ -53,6 +53,7 @@ def load_config(
     except ValidationError as error:
         named = {line.partition(": ")[0] for line in lines}  # such as a required key that was "auto"
         found = problems(error, model, translation.content)
+        found += [line for line in conflicts(error, model, translation.content) if line not in found]
         lines = [*(line for line in found if line.partition(": ")[0] not in named), *lines]
     else:
         if not lines:

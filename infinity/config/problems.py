@@ -6,6 +6,7 @@ Lists the keys of a configuration from its models, for the suggestions of `probl
 from __future__ import annotations
 
 import ast
+import copy
 import difflib
 import inspect
 import types
@@ -94,11 +95,52 @@ def problems(error: ValidationError, model: type[BaseModel], content: Mapping[An
             lines += _unknown(dotted, detail["input"], model)
         else:
             text = _sentence(detail, dotted)
-            # The text of an error about several keys contains their names.
-            lines.append(f"{dotted}: {text}" if dotted else text)
+            # The texts of errors about several keys contain their names.
+            lines += [f"{dotted}: {text}"] if dotted else text.splitlines()
     if len(details) > _MOST:
         lines.append(f"and {len(details) - _MOST:,} problems more")
     return lines
+
+
+def conflicts(error: ValidationError, model: type[BaseModel], content: Mapping[Any, Any]) -> list[str]:
+    """Return the lines on keys that depend on each other, which `model` checks once each key is valid.
+
+    error: of `content`. The keys that it names are left out. Their defaults may conflict with others, so a line that
+    has the name of a key with a wrong value, or of its section, is dropped.
+    """
+    rest = copy.deepcopy(dict(content))
+    wrong: set[str] = set()
+    for detail in error.errors(include_url=False)[:_MOST]:
+        path = _path(detail["loc"], rest)
+        if not path:
+            return []
+        *sections, name = path
+        section: Any = rest
+        for each in sections:
+            section = section.get(each) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            section.pop(name, None)
+        if detail["type"] != "extra_forbidden":
+            wrong.update(map(str, path))
+    try:
+        model.model_validate(rest)
+    except ValidationError as again:
+        together = [detail for detail in again.errors(include_url=False) if not detail["loc"]]
+        lines = [line for detail in together for line in _sentence(detail, "").splitlines()]
+        return [line for line in lines if not any(name in line for name in wrong)]
+    return []
+
+
+def _path(loc: Sequence[int | str], value: Any) -> list[Any]:
+    """Return the keys at `loc`, without the names of union members that pydantic inserts, and up to a list."""
+    path: list[Any] = []
+    for depth, part in enumerate(loc):
+        if not isinstance(value, Mapping):
+            break
+        if part in value or depth == len(loc) - 1:
+            path.append(part)
+            value = value.get(part)
+    return path
 
 
 def _unknown(dotted: str, value: object, model: type[BaseModel]) -> list[str]:

@@ -25,8 +25,9 @@ _HEAD = """\
 `infinity.initialize(model=…, config=…)` takes a dict or the path of a JSON file with the keys below. Every key has a
 default unless marked *required*; a batch size alone is a complete configuration. Sizes are in bytes: a number, or text
 such as `"64MiB"` (1024-based) or `"1.5GB"` (1000-based). An unknown key is an error that suggests the most similar one.
-A value of another type is an error, too. Problems of all keys are reported at once, then those of keys together. A
-file may be Hjson, with comments and trailing commas, if the package hjson is installed.
+A value of another type is an error, too. All problems are reported at once, also those of keys that depend on each
+other, unless one of these has a wrong value. A file may be Hjson, with comments and trailing commas, if the package
+hjson is installed.
 
 ```json
 {

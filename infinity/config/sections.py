@@ -8,7 +8,7 @@ Sections `tensorboard`, `wandb`, `csv_monitor` and `flops_profiler`: reports of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from typing import Any, Literal
 
@@ -207,103 +207,130 @@ class Config(Section):
         return self.fp16.enabled or (self.torch_autocast.enabled and self.torch_autocast.dtype == "fp16")
 
     @model_validator(mode="after")
-    def _activations_need_a_folder(self) -> Config:
-        activations = self.infinity.activations
-        if activations.device == "nvme" and not activations.nvme_path and not self.zero_optimization.nvme_paths:
-            raise ValueError(
-                'infinity.activations.device is "nvme", but no folder is named: set infinity.activations.nvme_path to '
-                'a folder on a local disk, such as "/local_nvme"'
+    def _keys_together(self) -> Config:
+        if conflicts := [text for check in _TOGETHER for text in check(self)]:
+            raise ValueError("\n".join(conflicts))  # a line each, as `problems` reads them
+        return self
+
+
+def _batch_sizes_multiply(config: Config) -> Iterator[str]:
+    # For any number of ranks, which only the engine knows.
+    train, micro, accumulation = (
+        config.train_batch_size,
+        config.train_micro_batch_size_per_gpu,
+        config.gradient_accumulation_steps,
+    )
+    if train and micro and accumulation and train % (micro * accumulation):
+        yield (
+            "the batch sizes do not multiply: train_batch_size must be train_micro_batch_size_per_gpu × "
+            f"gradient_accumulation_steps × ranks, but {micro} × {accumulation} = {micro * accumulation}, and "
+            f"train_batch_size is {train}, no multiple of it; change one of them, or omit one to derive it"
+        )
+
+
+def _activations_need_a_folder(config: Config) -> Iterator[str]:
+    activations = config.infinity.activations
+    if activations.device == "nvme" and not activations.nvme_path and not config.zero_optimization.nvme_paths:
+        yield (
+            'infinity.activations.device is "nvme", but no folder is named: set infinity.activations.nvme_path to '
+            'a folder on a local disk, such as "/local_nvme"'
+        )
+
+
+def _each_folder_has_a_share(config: Config) -> Iterator[str]:
+    shares, folders = config.aio.shares, config.zero_optimization.durable_paths
+    if folders and not isinstance(shares, str) and len(shares) != len(folders):
+        yield (
+            f"aio.shares has {len(shares)} numbers for {len(folders)} folders in nvme_path: state one for each, in "
+            "their order"
+        )
+
+
+def _durable_states_need_a_folder(config: Config) -> Iterator[str]:
+    if config.infinity.durable and not config.zero_optimization.durable_paths:
+        yield (
+            "infinity.durable is true, but no folder is named: set zero_optimization.offload_optimizer.nvme_path "
+            'to a folder on a local disk, such as "/local_nvme"'
+        )
+
+
+def _durable_states_are_as_they_are(config: Config) -> Iterator[str]:
+    if config.infinity.durable and config.infinity.frozen != "as_is":
+        yield (
+            f'infinity.durable is true and infinity.frozen is "{config.infinity.frozen}", which durable states do '
+            'not support: set one of them to its default, false or "as_is"'
+        )
+
+
+def _one_16_bit_type(config: Config) -> Iterator[str]:
+    if config.bf16.enabled and config.fp16.enabled:
+        yield "bf16 and fp16 are both enabled: choose one"
+    autocast = config.torch_autocast
+    if autocast.enabled and (config.fp16.enabled or (config.bf16.enabled and autocast.dtype == "fp16")):
+        other = "fp16" if config.fp16.enabled else "bf16"
+        yield (
+            f'torch_autocast with dtype "{autocast.dtype}" and {other} are both enabled: choose one. '
+            "torch_autocast keeps the parameters in fp32"
+        )
+
+
+def _parameters_have_the_enabled_dtype(config: Config) -> Iterator[str]:
+    dtype = config.data_types.param_dtype
+    enabled = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else "fp32"
+    if dtype not in (None, enabled):
+        yield (
+            f'data_types.param_dtype is "{dtype}", but bf16 and fp16 make it "{enabled}": leave it out, or enable '
+            "the section of that dtype"
+        )
+
+
+def _fp16_needs_a_loss_scale(config: Config) -> Iterator[str]:
+    sums = {
+        "communication_data_type": config.communication_data_type,
+        "data_types.grad_accum_dtype": config.data_types.grad_accum_dtype,
+    }
+    for name, dtype in sums.items():
+        if dtype == "fp16" and not config.scales_loss:
+            yield (
+                f'{name} is "fp16", in which unscaled gradients underflow below 6e-8 and overflow above 65504: '
+                'use "bf16" or "fp32", or train with "fp16": {"enabled": true}'
             )
-        return self
 
-    @model_validator(mode="after")
-    def _each_folder_has_a_share(self) -> Config:
-        shares, folders = self.aio.shares, self.zero_optimization.durable_paths
-        if folders and not isinstance(shares, str) and len(shares) != len(folders):
-            raise ValueError(
-                f"aio.shares has {len(shares)} numbers for {len(folders)} folders in nvme_path: state one for each, in "
-                "their order"
+
+def _some_need_all_gradients(config: Config) -> Iterator[str]:
+    for name, needs in (("gradient_clipping", config.gradient_clipping > 0), ("fp16", config.scales_loss)):
+        if needs and config.infinity.update == "during_backward":
+            yield (
+                f'infinity.update is "during_backward", but {name} needs the norm of all gradients before the '
+                f'first update: use "auto", "next_forward" or "after_backward", or remove {name}'
             )
-        return self
 
-    @model_validator(mode="after")
-    def _durable_states_need_a_folder(self) -> Config:
-        if self.infinity.durable and not self.zero_optimization.durable_paths:
-            raise ValueError(
-                "infinity.durable is true, but no folder is named: set zero_optimization.offload_optimizer.nvme_path "
-                'to a folder on a local disk, such as "/local_nvme"'
-            )
-        return self
 
-    @model_validator(mode="after")
-    def _durable_states_are_as_they_are(self) -> Config:
-        if self.infinity.durable and self.infinity.frozen != "as_is":
-            raise ValueError(
-                f'infinity.durable is true and infinity.frozen is "{self.infinity.frozen}", which durable states do '
-                'not support: set one of them to its default, false or "as_is"'
-            )
-        return self
+def _forward_updates_split_the_others(config: Config) -> Iterator[str]:
+    share, update = config.infinity.forward_updates, config.infinity.update
+    others = {
+        f'infinity.update "{update}"': update not in ("auto", "during_backward"),
+        "gradient_clipping": config.gradient_clipping > 0,
+        "fp16": config.scales_loss,
+    }
+    excluding = " and ".join(name for name, excludes in others.items() if excludes)
+    if share and excluding:
+        yield (
+            f"infinity.forward_updates is {share:g}, a share of the updates during backward, and there are none "
+            f"with {excluding}: remove infinity.forward_updates"
+        )
 
-    @model_validator(mode="after")
-    def _one_16_bit_type(self) -> Config:
-        if self.bf16.enabled and self.fp16.enabled:
-            raise ValueError("bf16 and fp16 are both enabled: choose one")
-        autocast = self.torch_autocast
-        if autocast.enabled and (self.fp16.enabled or (self.bf16.enabled and autocast.dtype == "fp16")):
-            other = "fp16" if self.fp16.enabled else "bf16"
-            raise ValueError(
-                f'torch_autocast with dtype "{autocast.dtype}" and {other} are both enabled: choose one. '
-                "torch_autocast keeps the parameters in fp32"
-            )
-        return self
 
-    @model_validator(mode="after")
-    def _parameters_have_the_enabled_dtype(self) -> Config:
-        dtype = self.data_types.param_dtype
-        enabled = "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
-        if dtype not in (None, enabled):
-            raise ValueError(
-                f'data_types.param_dtype is "{dtype}", but bf16 and fp16 make it "{enabled}": leave it out, or enable '
-                "the section of that dtype"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _fp16_needs_a_loss_scale(self) -> Config:
-        sums = {
-            "communication_data_type": self.communication_data_type,
-            "data_types.grad_accum_dtype": self.data_types.grad_accum_dtype,
-        }
-        for name, dtype in sums.items():
-            if dtype == "fp16" and not self.scales_loss:
-                raise ValueError(
-                    f'{name} is "fp16", in which unscaled gradients underflow below 6e-8 and overflow above 65504: '
-                    'use "bf16" or "fp32", or train with "fp16": {"enabled": true}'
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _some_need_all_gradients(self) -> Config:
-        for name, needs in (("gradient_clipping", self.gradient_clipping > 0), ("fp16", self.scales_loss)):
-            if needs and self.infinity.update == "during_backward":
-                raise ValueError(
-                    f'infinity.update is "during_backward", but {name} needs the norm of all gradients before the '
-                    f'first update: use "auto", "next_forward" or "after_backward", or remove {name}'
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _forward_updates_split_the_others(self) -> Config:
-        share, update = self.infinity.forward_updates, self.infinity.update
-        others = {
-            f'infinity.update "{update}"': update not in ("auto", "during_backward"),
-            "gradient_clipping": self.gradient_clipping > 0,
-            "fp16": self.scales_loss,
-        }
-        excluding = " and ".join(name for name, excludes in others.items() if excludes)
-        if share and excluding:
-            raise ValueError(
-                f"infinity.forward_updates is {share:g}, a share of the updates during backward, and there are none "
-                f"with {excluding}: remove infinity.forward_updates"
-            )
-        return self
+_TOGETHER = (
+    _batch_sizes_multiply,
+    _activations_need_a_folder,
+    _each_folder_has_a_share,
+    _durable_states_need_a_folder,
+    _durable_states_are_as_they_are,
+    _one_16_bit_type,
+    _parameters_have_the_enabled_dtype,
+    _fp16_needs_a_loss_scale,
+    _some_need_all_gradients,
+    _forward_updates_split_the_others,
+)
+"""Checks of keys that depend on each other: config → problems."""

@@ -108,6 +108,16 @@ def test_a_model_or_config_that_is_not_given_is_named(tmp_path: Path) -> None:
     assert json.loads(run("plan", "--json", "--checkpoint-activations", "--config", file).stdout)["notes"] == [model]
 
 
+def test_mistakes_of_a_config_are_refused_at_once(tmp_path: Path) -> None:
+    """Batch sizes too, which depend on the ranks."""
+    sizes = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
+    file = written(tmp_path, {**sizes, "bf16": {"enabled": True}, "fp16": {"enabled": True}, "gradient_clipping": -1})
+    result = run("plan", *SHAPE, "--config", file)
+    assert result.exit_code == 1
+    for text in ("gradient_clipping: must be", "both enabled", "3 × 2 × 1 = 6, and train_batch_size is 12"):
+        assert result.stderr.count(text) == 1, result.stderr
+
+
 def test_a_folder_in_memory_is_noted(tmp_path: Path) -> None:
     shm = Path("/dev/shm")
     if file_system_of(shm) != "tmpfs":

@@ -448,7 +448,7 @@ def test_two_batch_sizes_or_one_give_the_rest(
 @pytest.mark.parametrize(
     ("sizes", "world", "says"),
     [
-        ((32, 4, 3), 2, "4 × 3 × 2 = 24, and train_batch_size is 32"),
+        ((36, 4, 3), 2, "4 × 3 × 2 = 24, and train_batch_size is 36"),
         ((32, 5, None), 2, "5 × 3 × 2 = 30, and train_batch_size is 32"),
         ((3, None, None), 2, "1 × 1 × 2 = 2, and train_batch_size is 3"),
         ((1, None, None), 2, "1 × 1 × 2 = 2, and train_batch_size is 1"),
@@ -467,6 +467,45 @@ def test_batch_sizes_that_do_not_multiply_are_shown(
     with pytest.raises(ConfigError) as caught:
         config.resolve_batch(world)
     assert says in str(caught.value)
+
+
+TOGETHER = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 3,
+    "gradient_accumulation_steps": 2,
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("beside", "found"),
+    [
+        ({}, []),
+        ({"gradient_clipping": -1}, ["gradient_clipping: must be"]),
+        ({"foo": 1, "infinity": {"bar": 2}}, ["foo: unknown key", "infinity.bar: unknown key"]),
+        ({"optimizer": {"type": "AdamWW", "params": {"betas": [1]}}}, ["optimizer.type: must be"]),
+    ],
+)
+def test_keys_that_depend_on_each_other_are_reported_beside_wrong_ones(
+    beside: dict[str, Any], found: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config.load(TOGETHER | beside)
+    expected = [*found, "the batch sizes do not multiply: ", "bf16 and fp16 are both enabled"]
+    problems = caught.value.problems
+    assert len(problems) == len(expected) and all(map(str.startswith, sorted(problems), sorted(expected)))
+
+
+@pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])
+def test_a_wrong_value_makes_no_conflict_of_its_default(section: str) -> None:
+    """Without the wrong device there is no folder, which durable states need."""
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "."}}
+    zero |= {section: {"device": "nvmee", "nvme_path": "."}}
+    with pytest.raises(ConfigError) as caught:
+        Config.load({"train_batch_size": 1, "zero_optimization": zero, "infinity": {"durable": True}})
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"zero_optimization.{section}.device: must be")
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))

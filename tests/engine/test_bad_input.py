@@ -254,7 +254,7 @@ def test_nvme_without_a_folder(leaves_nothing: Path) -> None:
 
 def test_batch_sizes_that_do_not_multiply(leaves_nothing: Path) -> None:
     config = raw(leaves_nothing, train_batch_size=9, gradient_accumulation_steps=2)
-    refused(ConfigError, "do not multiply.*4 × 2 × 1 = 8", seeded(Stack), config)
+    refused(ConfigError, "do not multiply.*4 × 2 = 8, and train_batch_size is 9", seeded(Stack), config)
 
 
 def test_no_batch_size(leaves_nothing: Path) -> None:
