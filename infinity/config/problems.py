@@ -6,7 +6,6 @@ Lists the keys of a configuration from its models, for the suggestions of `probl
 from __future__ import annotations
 
 import ast
-import copy
 import difflib
 import inspect
 import types
@@ -108,7 +107,7 @@ def conflicts(error: ValidationError, model: type[BaseModel], content: Mapping[A
     error: of `content`. The keys that it names are left out. Their defaults may conflict with others, so a line that
     has the name of a key with a wrong value, or of its section, is dropped.
     """
-    rest = copy.deepcopy(dict(content))
+    rest = _sections_of(content)
     wrong: set[str] = set()
     for detail in error.errors(include_url=False)[:_MOST]:
         path = _path(detail["loc"], rest)
@@ -129,6 +128,11 @@ def conflicts(error: ValidationError, model: type[BaseModel], content: Mapping[A
         lines = [line for detail in together for line in _sentence(detail, "").splitlines()]
         return [line for line in lines if not any(name in line for name in wrong)]
     return []
+
+
+def _sections_of(content: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a copy of the sections. Values stay as they are: a wrong one may be any object."""
+    return {key: _sections_of(value) if isinstance(value, Mapping) else value for key, value in content.items()}
 
 
 def _path(loc: Sequence[int | str], value: Any) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -483,6 +484,7 @@ TOGETHER = {
     [
         ({}, []),
         ({"gradient_clipping": -1}, ["gradient_clipping: must be"]),
+        ({"gradient_clipping": threading.Lock()}, ["gradient_clipping: "]),
         ({"foo": 1, "infinity": {"bar": 2}}, ["foo: unknown key", "infinity.bar: unknown key"]),
         ({"optimizer": {"type": "AdamWW", "params": {"betas": [1]}}}, ["optimizer.type: must be"]),
     ],
