@@ -105,22 +105,20 @@ def conflicts(error: ValidationError, model: type[BaseModel], content: Mapping[A
     """Return the lines on keys that depend on each other, which `model` checks once each key is valid.
 
     error: of `content`. The keys that it names are left out. Their defaults may conflict with others, so a line that
-    has the name of a key with a wrong value, or of its section, is dropped.
+    has the name of such a key or of its section is dropped.
     """
     rest = _sections_of(content)
     wrong: set[str] = set()
     for detail in error.errors(include_url=False)[:_MOST]:
-        path = _path(detail["loc"], rest)
-        if not path:
-            return []
-        *sections, name = path
+        if not (dotted := _dotted(detail["loc"], content).partition("[")[0]):
+            return []  # one on keys together
+        *sections, name = dotted.split(".")
         section: Any = rest
         for each in sections:
             section = section.get(each) if isinstance(section, dict) else None
         if isinstance(section, dict):
             section.pop(name, None)
-        if detail["type"] != "extra_forbidden":
-            wrong.update(map(str, path))
+        wrong.update([*sections, name])
     try:
         model.model_validate(rest)
     except ValidationError as again:
@@ -133,18 +131,6 @@ def conflicts(error: ValidationError, model: type[BaseModel], content: Mapping[A
 def _sections_of(content: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a copy of the sections. Values stay as they are: a wrong one may be any object."""
     return {key: _sections_of(value) if isinstance(value, Mapping) else value for key, value in content.items()}
-
-
-def _path(loc: Sequence[int | str], value: Any) -> list[Any]:
-    """Return the keys at `loc`, without the names of union members that pydantic inserts, and up to a list."""
-    path: list[Any] = []
-    for depth, part in enumerate(loc):
-        if not isinstance(value, Mapping):
-            break
-        if part in value or depth == len(loc) - 1:
-            path.append(part)
-            value = value.get(part)
-    return path
 
 
 def _unknown(dotted: str, value: object, model: type[BaseModel]) -> list[str]:

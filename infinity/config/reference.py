@@ -26,8 +26,8 @@ _HEAD = """\
 default unless marked *required*; a batch size alone is a complete configuration. Sizes are in bytes: a number, or text
 such as `"64MiB"` (1024-based) or `"1.5GB"` (1000-based). An unknown key is an error that suggests the most similar one.
 A value of another type is an error, too. All problems are reported at once, also those of keys that depend on each
-other, unless one of these has a wrong value. A file may be Hjson, with comments and trailing commas, if the package
-hjson is installed.
+other, unless one of these or its section has a mistake. A file may be Hjson, with comments and trailing commas, if the
+package hjson is installed.
 
 ```json
 {

@@ -510,6 +510,14 @@ def test_a_wrong_value_makes_no_conflict_of_its_default(section: str) -> None:
     assert problem.startswith(f"zero_optimization.{section}.device: must be")
 
 
+def test_a_misspelt_section_makes_no_conflict() -> None:
+    zero = {"stage": 3, "offload_optimiser": {"device": "nvme", "nvme_path": "."}}
+    with pytest.raises(ConfigError) as caught:
+        Config.load({"train_batch_size": 1, "zero_optimization": zero, "infinity": {"durable": True}})
+    (problem,) = caught.value.problems
+    assert problem.startswith("zero_optimization.offload_optimiser: unknown key")
+
+
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
 def test_any_two_batch_sizes_that_multiply_give_the_third(micro: int, accumulation: int, world: int) -> None:
     batch = Batch(micro * accumulation * world, micro, accumulation)
